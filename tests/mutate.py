@@ -1,9 +1,9 @@
 """Change the package in small ways, one at a time, and list the changes that no test notices.
 
-    python -m tests.mutate ops/select.py exchange --jobs 16
+    python -m tests.mutate routing/select.py exchange --jobs 16
 
 Each change (a mutant) is made in a copy of the repository, in which the module's own test files run
-until the first failure: `tests/ops/test_select*.py` for `ops/select.py`. A mutant is caught if
+until the first failure: `tests/routing/test_select*.py` for `routing/select.py`. A mutant is caught if
 a test fails or the tests take too long. Survivors are gaps in the tests. Changes that nothing can
 notice are listed with their reason in `EQUIVALENT` and not tried. Code that only a
 GPU runs, annotations, asserts and texts are left out.
@@ -30,16 +30,6 @@ ROOT = Path(__file__).parent.parent
 
 # Changes that nothing can notice, by module, each with the reason.
 EQUIVALENT: dict[str, dict[str, str]] = {
-    "ops/rows.py": {
-        "token_of_slot = torch.full((num_slots + 1,), -1, device=tokens_TD.device) -> "
-        "token_of_slot = torch.full((num_slots + 1,), -2, device=tokens_TD.device)": (
-            "any negative number is no token"
-        ),
-        "return torch.where(x_MP < num_shared, p_MP + shift_MP, -1) -> "
-        "return torch.where(x_MP < num_shared, p_MP + shift_MP, -2)": (
-            "any negative number is no row"
-        ),
-    },
     "exchange/agreement.py": {
         "layer = -1 if self.layer is None else self.layer -> "
         "layer = -2 if self.layer is None else self.layer": "layers have no negative numbers",
@@ -56,12 +46,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "name = blake2b(json.dumps(sorted(found)).encode(), digest_size=8).hexdigest() -> "
         "name = blake2b(json.dumps(sorted(found)).encode(), digest_size=9).hexdigest()": (
             "a name that is a byte longer, on all ranks"
-        ),
-    },
-    "exchange/fit.py": {
-        "if group is not None and group.size() > 1: -> "
-        "if group is not None and group.size() >= 1:": (
-            "the largest number of one rank is its own"
         ),
     },
 }

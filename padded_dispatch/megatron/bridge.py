@@ -85,7 +85,7 @@ def _explaining(add: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise ValueError(
                 "experts must be 'module' for adapters on their linear_fc1 and linear_fc2, got "
-                "packed or batched ones; set PaddedOptions(experts='module'), or leave these two "
+                "packed ones; set PaddedOptions(experts='module'), or leave these two "
                 "out of target_modules"
             ) from error
 

@@ -208,7 +208,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         Returns:
             The tokens, and the probability of each choice, [T, K], at least fp32.
         """
-        config, shape = self.dispatch_config, tokens.shape[:-1]
+        config, shape = self.configs.now, tokens.shape[:-1]
         self._announce(config, tokens.flatten(0, -2))
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
@@ -246,10 +246,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             unplaced_E=self.unplaced_E,
         )
 
-    def _wire(self, plan: Plan, tokens_TD: Tensor) -> Any:
+    def _wire(self, config: DispatchConfig, plan: Plan, tokens_TD: Tensor) -> Any:
         """Begin the exchange of a pass, and return its wire."""
-        num_slots = self.dispatch_config.wire_slots(len(tokens_TD))
-        if self.dispatch_config.fits and not self.configs.in_training:
+        num_slots = config.wire_slots(len(tokens_TD))
+        if config.fits and not self.configs.in_training:
             num_slots = self.agreement.largest(num_slots)  # Ranks generate text of other lengths.
         return self.exchange.start(plan, tokens_TD, num_slots)
 
@@ -317,27 +317,29 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Let the experts know the pass; return tokens [T, D], rows [E] and probabilities."""
-        plan, tokens_TD = self._plan(), hidden_states.flatten(0, -2)
+        config, plan, tokens_TD = self.configs.now, self._plan(), hidden_states.flatten(0, -2)
         self.experts.call = Call(
             plan=plan,
-            wire=self._wire(plan, tokens_TD),
-            rooms=self._rooms(tokens_TD, probs),
+            wire=self._wire(config, plan, tokens_TD),
+            rooms=self._rooms(config, tokens_TD, probs),
             counters=self._counters_now(),
         )
         return tokens_TD, plan.kept_E, probs
 
-    def _rooms(self, tokens_TD: Tensor, prob_TK: Tensor) -> Rooms:
+    def _rooms(self, config: DispatchConfig, tokens_TD: Tensor, prob_TK: Tensor) -> Rooms:
         """Return where the rows of a pass may lie: in the store, if backward will need them."""
-        config, rooms = self.dispatch_config, None
         if config.fits:
             return fitting()
-        inputs = tokens_TD, prob_TK, *self.experts.parameters()
-        keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        keeps = torch.is_grad_enabled() and self.configs.in_training
         repeats = torch._C._current_graph_task_id() != -1  # Inside of backward.
-        if keeps and not repeats and self.configs.in_training and self._calls is not None:
-            fc1_width = self.experts.linear_fc1.weight.shape[1]
-            rooms = self._calls.rooms(tokens_TD, fc1_width, logs=self._logs)
-        return rooms or scratch(config, len(tokens_TD))
+        if keeps and not repeats and self._calls is not None:
+            weight = self.experts.linear_fc1.weight
+            inputs = tokens_TD, prob_TK, weight, self.experts.linear_fc2.weight
+            if any(tensor.requires_grad for tensor in inputs):
+                rooms = self._calls.rooms(tokens_TD, weight.shape[1], logs=self._logs)
+                if rooms is not None:
+                    return rooms
+        return scratch(config, len(tokens_TD))
 
 
 class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
@@ -346,14 +348,14 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     _sent: Sent | None = None  # From `token_dispatch` to `token_combine`.
 
     def _send(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        config, plan, tokens_TD = self.dispatch_config, self._plan(), hidden_states.flatten(0, -2)
+        config, plan, tokens_TD = self.configs.now, self._plan(), hidden_states.flatten(0, -2)
         if self.config.overlap_moe_expert_parallel_comm:  # Another stream reads the plan.
             for tensor in vars(plan).values():
                 tensor.record_stream(torch.cuda.current_stream())
         given, self._sent = padded.dispatch(
             tokens_TD,
             probs,
-            self._wire(plan, tokens_TD),
+            self._wire(config, plan, tokens_TD),
             plan,
             capacity=None if config.fits else config.capacity(len(tokens_TD)),
             num_local_experts=config.num_local_experts,
@@ -371,7 +373,7 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
 
         Every expert has N / L rows, padded ones included.
         """
-        num_local_experts = self.dispatch_config.num_local_experts
+        num_local_experts = self.configs.training.num_local_experts
         rows_L = torch.full((num_local_experts,), len(hidden_states) // num_local_experts)
         return hidden_states, rows_L, probs
 

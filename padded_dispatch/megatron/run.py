@@ -1,7 +1,7 @@
 """Run a Megatron-LM script after `install()`, so that it can use the padded dispatcher.
 
     torchrun --nproc-per-node 8 -m padded_dispatch.megatron.run pretrain_gpt.py \\
-        --moe-token-dispatcher-type padded_alltoall --padded-capacity-pool rank ...
+        --moe-token-dispatcher-type padded_alltoall --padded-layer-factors 1:2.0 ...
 
 Works without torchrun too (`python -m padded_dispatch.megatron.run pretrain_gpt.py ...`). The first
 word that is no option of the padded dispatcher is the script. `--padded-...` may stand anywhere,

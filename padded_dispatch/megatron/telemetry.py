@@ -179,7 +179,7 @@ class Telemetry:
 
 
 class Warnings:
-    """What `on_overflow` does with readings: it warns in the 1st, 2nd, 4th ... that dropped."""
+    """Follower of `on_overflow`: it warns of the 1st, 2nd, 4th ... reading that dropped."""
 
     def __init__(self) -> None:
         self._number = 0

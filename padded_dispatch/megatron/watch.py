@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from padded_dispatch.megatron.compat import capturing, number_in_model
+from padded_dispatch.megatron.compat import captures_iteration, capturing, number_in_model
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.telemetry import Copy, LayerShape, Reader, Warnings
 
@@ -113,9 +113,10 @@ def see_pass(layer: Any, hidden_states: Any) -> None:
 
 
 def see_iteration() -> None:
-    """Let all watches see the end of a step that one CUDA graph replays."""
+    """Let watches see the end of a step that one CUDA graph replays; a process can have one."""
     for watch in list(_watches):
-        watch.end_step()
+        if captures_iteration(watch.layers[0].config):
+            watch.end_step()
 
 
 @contextmanager

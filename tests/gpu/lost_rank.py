@@ -7,6 +7,7 @@ import re
 import signal
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.utils.launch import torchrun_env
 from tests.support.direct_parity import Layer, captured, make_inputs, my_gpu, step
 
@@ -74,13 +74,12 @@ def _replay_for_ever(how: str, env: dict[str, str], log: str, left: Any) -> None
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     device = my_gpu()
-    dist.init_process_group("nccl", device_id=device)
-    symmetric_memory.TIMEOUT_MS = 45_000
+    dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=45))
     layer = Layer()
-    dispatcher, inputs = layer.dispatcher("direct"), make_inputs(layer, "uniform", 0, device)
+    exchange, inputs = layer.direct(), make_inputs(layer, "uniform", 0, device)
     leaves = dist.get_rank() == dist.get_world_size() - 1
     with torch.cuda.stream(torch.cuda.Stream()):
-        graph, _ = captured(lambda: step(dispatcher, inputs))
+        graph, _ = captured(lambda: step(exchange, layer, inputs))
         for number in itertools.count():
             graph.replay()
             if leaves and number == 105:  # while the device still has replays to do

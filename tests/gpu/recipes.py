@@ -27,7 +27,7 @@ ONE_HOST = "one host"
 TRACE = "trace"
 
 # Figures that are in Megatron's lines and in its TensorBoard file.
-FIGURES = ("moe/dropped", "moe/fill", "moe/needed_factor", "moe/expert_overload")
+FIGURES = ("moe/dropped", "moe/needed_factor", "moe/expert_overload")
 _LINE = re.compile(r"iteration +(\d+)/ *(\d+) .*")
 _FIGURE = re.compile(r"(moe/\w+): ([-+.\dEeinfa]+)")
 

@@ -1,16 +1,24 @@
 """Shapes are static: the host reads nothing back, and one capture serves all routings."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
+from torch import Tensor
 
-from padded_dispatch import NO_DROP, DispatchConfig, PaddedDispatcher
+from padded_dispatch import NO_DROP, Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
+from padded_dispatch.experts.store import Store
 
 pytestmark = pytest.mark.gpu
 
-T, K, E, D = 257, 3, 16, 96
+T, K, E, D, F = 257, 3, 16, 96, 72
+LAYERS = 3  # Those of a store overflow one after the other at factor 0.5.
+
+Step = Callable[[Tensor, Tensor, Tensor], list[Tensor]]
 
 
-def routing(seed: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def routing(seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, probabilities and a map; every third seed uses only K experts."""
     generator = torch.Generator().manual_seed(seed)
     tokens_TD = torch.randn(T, D, generator=generator, dtype=torch.float64)
@@ -21,73 +29,128 @@ def routing(seed: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     return tokens_TD.to(device, torch.bfloat16), probs_TE.to(device), map_TE.to(device)
 
 
-def step(dispatcher: PaddedDispatcher, tokens_TD, probs_TE, map_TE) -> tuple[torch.Tensor, ...]:
-    """Run dispatch, experts that square, combine; return output, gradients and demand."""
-    tokens_TD, probs_TE = tokens_TD.detach().requires_grad_(), probs_TE.detach().requires_grad_()
-    sent = dispatcher.dispatch(tokens_TD, probs_TE, map_TE)
-    rows_ND = sent.expert_input.rows_ND.float().square() * sent.expert_input.probs_N[:, None]
-    out_TD = dispatcher.combine(rows_ND.bfloat16(), sent)
-    out_TD.float().square().sum().backward()
-    assert tokens_TD.grad is not None and probs_TE.grad is not None
-    return out_TD.detach(), tokens_TD.grad, probs_TE.grad, sent.selection.demand_E
+def padded_cells(config: DispatchConfig, device: torch.device) -> Step:
+    """Return a step of one layer: dispatch, experts that square, combine."""
+    dispatcher = PaddedDispatcher(config)
+
+    def step(tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (tokens_TD, probs_TE)]
+        sent = dispatcher.dispatch(*leaves, map_TE)
+        rows_ND = sent.expert_input.rows_ND.float().square() * sent.expert_input.probs_N[:, None]
+        out_TD = dispatcher.combine(rows_ND.bfloat16(), sent)
+        grads = torch.autograd.grad(out_TD.float().square().sum(), leaves)
+        return [out_TD.detach(), *grads, sent.selection.demand_E]
+
+    return step
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("policy", ["probs", "position"])
-@pytest.mark.parametrize("factor", [NO_DROP, 0.5, 1.25])
-def test_eager_reads_nothing_back(cuda, policy, factor, packed):
-    config = DispatchConfig(num_experts=E, top_k=K, capacity_factor=factor, policy=policy)
-    dispatcher = PaddedDispatcher(config, packed=packed)
-    inputs = routing(1, cuda)
-    step(dispatcher, *inputs)
+def packed(config: DispatchConfig, device: torch.device) -> Step:
+    """Return a step of layers that share a store, each with a residual."""
+    store, generator = Store(), torch.Generator(device).manual_seed(5)
+    dispatchers = [PaddedDispatcher(config, store=store) for _ in range(LAYERS)]
+
+    def weight(*shape: int) -> Tensor:
+        drawn = torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
+        return drawn.bfloat16().requires_grad_()
+
+    weights = [
+        ExpertWeights(fc1_LGD=weight(E, 2 * F, D), fc2_LDF=weight(E, D, F)) for _ in dispatchers
+    ]
+    parameters = [w for one in weights for w in (one.fc1_LGD, one.fc2_LDF)]
+
+    def step(tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (tokens_TD, probs_TE)]
+        out_TD = leaves[0]
+        for dispatcher, of_layer in zip(dispatchers, weights, strict=True):
+            routed = out_TD, leaves[1], map_TE
+            out_TD = out_TD + dispatcher.run(*routed, of_layer, Activation())
+        grads = torch.autograd.grad(out_TD.float().square().sum(), [*leaves, *parameters])
+        return [out_TD.detach(), *grads]
+
+    return step
+
+
+KINDS = {
+    "padded cells": (padded_cells, "expert"),
+    "packed cells": (packed, "expert"),
+    "store": (packed, "store"),
+}
+EACH = pytest.mark.parametrize("kind", KINDS)
+FACTORS = pytest.mark.parametrize("factor", [NO_DROP, 0.5, 1.25])
+
+
+def step_of(kind: str, device: torch.device, factor: float = 1.0, policy: str = "probs") -> Step:
+    make, pool = KINDS[kind]
+    sizes = {"num_experts": E, "top_k": K, "capacity_factor": factor}
+    return make(DispatchConfig(**sizes, capacity_pool=pool, policy=policy), device)
+
+
+@contextmanager
+def waiting_raises() -> Iterator[None]:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step(dispatcher, *inputs)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@EACH
+@FACTORS
 @pytest.mark.parametrize("policy", ["probs", "position"])
-@pytest.mark.parametrize("factor", [NO_DROP, 0.5, 1.25])
-def test_one_capture_serves_every_routing(cuda, policy, factor, packed):
-    """Replay equals eager bit by bit, and rows move on a GPU as on a CPU."""
-    config = DispatchConfig(num_experts=E, top_k=K, capacity_factor=factor, policy=policy)
-    dispatcher = PaddedDispatcher(config, packed=packed)
+def test_eager_reads_nothing_back(cuda, policy, factor, kind):
+    step, inputs = step_of(kind, cuda, factor, policy), routing(1, cuda)
+    step(*inputs)
+    with waiting_raises():
+        step(*inputs)
+
+
+@EACH
+@FACTORS
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_one_capture_serves_every_routing(cuda, policy, factor, kind):
+    """Replay equals eager bit by bit, with eager passes between replays."""
+    step = step_of(kind, cuda, factor, policy)
     static = [tensor.clone() for tensor in routing(1, cuda)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step(dispatcher, *static)
+        step(*static)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = step(dispatcher, *static)
+        replayed = step(*static)
     for seed in range(20):
         inputs = routing(seed, cuda)
         for tensor, value in zip(static, inputs, strict=True):
             tensor.copy_(value)
         graph.replay()
-        expected = step(dispatcher, *inputs)
-        for got, want in zip(replayed, expected, strict=True):
-            assert torch.equal(got, want), seed
-        on_cpu = dispatcher.dispatch(*(tensor.cpu() for tensor in inputs))
-        on_gpu = dispatcher.dispatch(*inputs)
-        here, there = on_gpu.expert_input, on_cpu.expert_input
-        real = slice(int(there.kept_SL.sum()) if packed else None)
-        assert torch.equal(here.rows_ND[real].cpu(), there.rows_ND[real]), seed
-        assert torch.equal(here.probs_N[real].cpu(), there.probs_N[real]), seed
-        assert torch.equal(on_gpu.plan.slot_of_TK.cpu(), on_cpu.plan.slot_of_TK), seed
+        for number, (got, want) in enumerate(zip(replayed, step(*inputs), strict=True)):
+            assert torch.equal(got, want), (seed, number)
 
 
-def test_deterministic_mode_raises_nothing_and_changes_nothing(cuda):
-    dispatcher = PaddedDispatcher(DispatchConfig(num_experts=E, top_k=K, capacity_factor=1.0))
-    inputs = routing(3, cuda)
-    first = step(dispatcher, *inputs)
+@FACTORS
+def test_rows_move_on_a_gpu_as_on_a_cpu(cuda, factor):
+    sizes = {"num_experts": E, "top_k": K, "capacity_factor": factor}
+    dispatcher = PaddedDispatcher(DispatchConfig(**sizes))
+    for seed in range(20):
+        on_gpu, on_cpu = (
+            dispatcher.dispatch(*(tensor.to(device) for tensor in routing(seed, cuda)))
+            for device in ("cuda", "cpu")
+        )
+        for part, names in (("expert_input", ("rows_ND", "probs_N")), ("plan", ("place_TK",))):
+            for name in names:
+                one, other = (getattr(getattr(sent, part), name) for sent in (on_gpu, on_cpu))
+                assert torch.equal(one.cpu(), other), (seed, name)
+
+
+@EACH
+def test_deterministic_mode_raises_nothing_and_changes_nothing(cuda, kind):
+    step, inputs = step_of(kind, cuda), routing(3, cuda)
+    first = step(*inputs)
     torch.use_deterministic_algorithms(True)
     try:
-        again = step(dispatcher, *inputs)
+        again = step(*inputs)
     finally:
         torch.use_deterministic_algorithms(False)
     for one, other in zip(first, again, strict=True):
