@@ -8,7 +8,7 @@ pass that computes the activation's gradient, which overwrites fc1's results. So
 per forward pass, and what a pass keeps is n * (D + G) elements.
 
 Pushes and returns alternate, and each ends with a barrier of all ranks (`exchange.direct` says why
-nothing is overwritten early). So backward always brings gradients home, whoever wants them.
+nothing is overwritten early). So backward always brings gradients home, wanted or not.
 """
 
 import dataclasses

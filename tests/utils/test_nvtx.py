@@ -18,24 +18,15 @@ def shown(monkeypatch) -> list[str]:
     return events
 
 
-def step(packed: bool) -> None:
-    dispatcher = PaddedDispatcher(DispatchConfig(num_experts=2, top_k=1), packed=packed)
+def test_every_stage_has_a_name_in_order(shown):
+    """One rank, cells: nothing travels, and the stages are named all the same."""
+    dispatcher = PaddedDispatcher(DispatchConfig(num_experts=2, top_k=1))
     tokens_TD = torch.ones(3, 2, requires_grad=True)
     map_TE = torch.eye(2, dtype=torch.bool)[[0, 1, 1]]
     sent = dispatcher.dispatch(tokens_TD, torch.ones(3, 2), map_TE)
     dispatcher.combine(sent.expert_input.rows_ND, sent).sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("packed", "between"),
-    [(False, ["exchange", "regroup", "regroup", "exchange"]), (True, ["regroup"])],
-)
-def test_every_stage_has_a_name_in_order(shown, packed, between):
-    """One rank: packed rows need no exchange, and only probabilities are regrouped."""
-    step(packed)
     names = [name.removeprefix("padded_dispatch.") for name in shown if name != "-"]
-    forward = ["select", "plan", "gather", *between, "combine"]
-    assert names == [*forward, "combine backward", "gather backward"]
+    assert names == ["select", "plan", "dispatch", "exchange", "combine", "exchange"]
     assert shown.count("-") == len(names)
 
 
