@@ -41,7 +41,7 @@ class Values:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrived:
-    """What all sources sent to this rank in a forward pass.
+    """Tokens and plans of all sources, as they arrived at this rank in a forward pass.
 
     Attributes:
         values: the tokens.
@@ -61,7 +61,7 @@ class Arrived:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where the rows of one pass lie at their experts.
+    """Rows of one pass at their experts: which choice has which.
 
     Attributes:
         segments: offsets of every (local expert, source), and tiles.
@@ -100,7 +100,7 @@ class Homeward:
 
 @dataclass(frozen=True, kw_only=True)
 class Home:
-    """What came home: sums [T, D], and the numbers beside the rows, fp32 [T, K], if there are any.
+    """Sums that came home, [T, D], and numbers beside the rows, fp32 [T, K], if there are any.
 
     Numbers are 0 where a token has no choice, or its row found no room.
     """

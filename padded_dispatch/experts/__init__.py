@@ -60,7 +60,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What the host decided about one pass of one layer.
+    """Decisions of the host about one pass of one layer.
 
     Attributes:
         plan: of this rank's tokens.

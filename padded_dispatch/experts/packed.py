@@ -196,7 +196,7 @@ def _weight_gradient(
     sums_LOI: Tensor | None,
     spare_LOI: Tensor | None,
 ) -> Tensor:
-    """Return a weight's gradient, or add it to the sums and return memory that nobody reads."""
+    """Return a weight's gradient, or add it to the sums and return unspecified memory."""
     if sums_LOI is None:
         return gemm.weight_gradients(
             grad, rows_NI, segments, grad_stored=stored, rows_stored=stored

@@ -156,7 +156,7 @@ class Room:
 
 
 class Rooms(Protocol):
-    """Where the rows of a pass may lie: a stack of a store, or memory of the pass itself."""
+    """Room for the rows of a pass: a stack of a store, or memory of the pass itself."""
 
     def take(self, count_SL: Tensor) -> Room:
         """Return the room of the pass that begins, whose sources send `count_SL` rows."""

@@ -34,7 +34,7 @@ SCALARS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Where the rows of each expert lie: from `offsets[l * S]` to `offsets[(l + 1) * S]`.
+    """Rows of each expert: from `offsets[l * S]` to `offsets[(l + 1) * S]`.
 
     Offsets are on the device, and so is the first of them, the base: the rows of a pass may begin
     anywhere in a store. An operand is either stored (its row n is row n of the store) or loose (its

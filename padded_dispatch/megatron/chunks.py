@@ -3,17 +3,17 @@
 Layers join in the order in which a model is built and run: those of one chunk, which is what a
 pipeline stage runs of a micro-batch at a time, and whose rows have the same widths. So a new store
 begins with another config, another width, other ranks, another virtual stage, or a number that does
-not rise, as in another model.
+not rise, as in another model. The layers keep it alive.
 """
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.experts.store import Buffers, Rooms, Store
@@ -21,26 +21,22 @@ from padded_dispatch.megatron.config import log_once
 
 
 @dataclass(kw_only=True, eq=False)
-class Chunk:
-    """Layers that share a store.
+class _Chunk:
+    """Layers that share a store; `number` and `num_calls` grow as layers join.
 
-    Attributes:
-        config: their TransformerConfig.
-        key: what they have in common beside it.
-        number: the number in the model of the layer that joined last.
-        store: their rows.
-        num_calls: passes of layers in a pass of the chunk that keep rows.
+    `said`: numbers of tokens (T) for which the log has the size of the store.
     """
 
     config: Any
     key: tuple[object, ...]
-    number: int
     store: Store
+    number: int = 0
     num_calls: int = 0
+    said: set[int] = field(default_factory=set)
 
 
-# Where the next layer may join. The layers keep a chunk alive.
-_last: weakref.ref[Chunk] | None = None
+# Where the next layer may join.
+_last: weakref.ref[_Chunk] | None = None
 
 
 class Calls:
@@ -53,32 +49,30 @@ class Calls:
         store: where their rows lie; None if there are no calls.
     """
 
-    def __init__(self, chunk: Chunk, numbers: list[int]) -> None:
+    def __init__(self, chunk: _Chunk, numbers: list[int]) -> None:
         self._chunk, self._numbers = chunk, numbers
         self.store = chunk.store if numbers else None
 
-    def rooms(self, tokens_TD: torch.Tensor, fc1_width: int, *, logs: bool) -> Rooms | None:
-        """Return the rooms of a pass with gradients; None if there is no room in the store.
+    def rooms(self, tokens_TD: Tensor, fc1_width: int, *, logs: bool) -> Rooms | None:
+        """Return the rooms of a pass with gradients; None if there are no calls.
 
         Args:
             tokens_TD: [T, D].
             fc1_width: columns of fc1's result (G).
             logs: whether to log once what the store costs.
         """
-        if not self._numbers:
+        if self.store is None:
             return None
-        if logs:
-            self._log(tokens_TD, fc1_width)
-        return self._chunk.store.rooms(self._numbers, len(tokens_TD))
-
-    def _log(self, tokens_TD: torch.Tensor, fc1_width: int) -> None:
         num_tokens, width = tokens_TD.shape
-        chunk, num_rows = self._chunk, self._chunk.store.num_rows(num_tokens)
-        size = Buffers.num_bytes(num_rows, width, fc1_width, tokens_TD.element_size()) / 2**30
-        log_once(
-            f"padded dispatch: {chunk.num_calls} layers at {num_tokens} tokens per rank share a "
-            f"store of {num_rows} rows, {size:.2f} GiB for each micro-batch in flight"
-        )
+        if logs and num_tokens not in self._chunk.said:
+            self._chunk.said.add(num_tokens)
+            num_rows = self.store.num_rows(num_tokens)
+            size = Buffers.num_bytes(num_rows, width, fc1_width, tokens_TD.element_size()) / 2**30
+            log_once(
+                f"padded dispatch: {self._chunk.num_calls} layers at {num_tokens} tokens per rank "
+                f"share a store of {num_rows} rows, {size:.2f} GiB for each micro-batch in flight"
+            )
+        return self.store.rooms(self._numbers, num_tokens)
 
 
 def join(
@@ -95,28 +89,24 @@ def join(
         number: the layer's number in the model, from 1.
         dispatch_config: returns the config of the layer's training passes.
         pipeline: the pipeline group; None for Megatron's own.
-        key: what the layers of a chunk have in common.
+        key: what the layers of a chunk have in common beside the config.
     """
     global _last
     stage, index = _place(config, number, pipeline)
-    key = *key, stage
-    chunk = None if _last is None else _last()
+    key, chunk = (*key, stage), None if _last is None else _last()
     if chunk is None or chunk.config is not config or chunk.key != key or number <= chunk.number:
-        chunk = Chunk(config=config, key=key, number=number, store=Store())
+        chunk = _Chunk(config=config, key=key, store=Store())
         _last = weakref.ref(chunk)
-    chunk.number = number
-    calls = 0 if _is_recomputed(config, index) else _repeats(config, number)
-    chunk.num_calls += calls
-    return Calls(chunk, [chunk.store.add(dispatch_config) for _ in range(calls)])
+    num_calls = 0 if _is_recomputed(config, index) else _repeats(config, number)
+    chunk.number, chunk.num_calls = number, chunk.num_calls + num_calls
+    return Calls(chunk, [chunk.store.add(dispatch_config) for _ in range(num_calls)])
 
 
 def _place(config: Any, number: int, pipeline: Any) -> tuple[int, int]:
     """Return a layer's virtual stage, and how many layers of it come before."""
-    virtual, stages = (
-        config.virtual_pipeline_model_parallel_size,
-        config.pipeline_model_parallel_size,
-    )
-    if stages == 1 or number > config.num_layers:  # Multi-token prediction follows the last layer.
+    virtual = config.virtual_pipeline_model_parallel_size
+    # Multi-token prediction follows the last layer.
+    if config.pipeline_model_parallel_size == 1 or number > config.num_layers:
         return (virtual or 1) - 1, number - 1
     rank = pipeline.rank() if pipeline else parallel_state.get_pipeline_model_parallel_rank()
     numbers = range(virtual) if virtual else [None]

@@ -40,12 +40,7 @@ from padded_dispatch.experts.padded import Sent
 from padded_dispatch.experts.store import Rooms, Store, fitting, scratch
 from padded_dispatch.megatron.chunks import Calls, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
-from padded_dispatch.megatron.config import (
-    check_config,
-    check_pipeline,
-    log_once,
-    padded_options,
-)
+from padded_dispatch.megatron.config import check_config, check_pipeline, log_once, padded_options
 from padded_dispatch.megatron.experts import chosen_experts, require_gradients_arrive
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.router import Selector
@@ -54,19 +49,15 @@ from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
 # The tensors of `Plan`; experts and places keep the shape that the tokens came in.
 _PLAN_TENSORS = "expert_SBK", "place_SBK", "kept_E", "unplaced_E"
 
-_IN_EVALUATION = "padded dispatch in evaluation: "
-_EVALUATION_FITS = (
-    f"{_IN_EVALUATION}each pass has the sizes that its routing needs, and drops nothing; for "
-    "another capacity set eval_factor"
-)
-_EVALUATION_IS_AS_TRAINING = (
-    f"{_IN_EVALUATION}capacity and drops are as in training, because a CUDA graph captures "
-    "evaluation; for another capacity set eval_factor"
-)
-_GENERATION_DROPS_NOTHING = (
-    "padded dispatch in a CUDA graph of text generation: it drops nothing, having room for every "
-    "routing; to pay less memory in graphs of many tokens, set eval_factor to a number"
-)
+_SAID = {
+    "fits": "padded dispatch in evaluation: each pass has the sizes that its routing needs, and "
+    "drops nothing; for another capacity set eval_factor",
+    "captured": "padded dispatch in evaluation: capacity and drops are as in training, because a "
+    "CUDA graph captures evaluation; for another capacity set eval_factor",
+    "generates": "padded dispatch in a CUDA graph of text generation: it drops nothing, having "
+    "room for every routing; to pay less memory in graphs of many tokens, set eval_factor to a "
+    "number",
+}
 
 
 class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
@@ -94,6 +85,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     packed = False
     store: Store | None = None
     kept_inputs: tuple[str, ...] = ("moe_dispatch", "mlp")
+    expert_SBK: Tensor | None
+    place_SBK: Tensor | None
+    kept_E: Tensor | None
+    unplaced_E: Tensor | None
 
     def __init__(
         self,
@@ -135,10 +130,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.counters = Counters(self.configs.training, device, rank=rank)
         self.eval_counters = Counters(self.configs.evaluation, device, rank=rank)
         self.shared_overlap: SharedExpertOverlap | None = None
-        self.expert_SBK: Tensor | None = None
-        self.place_SBK: Tensor | None = None
-        self.kept_E: Tensor | None = None
-        self.unplaced_E: Tensor | None = None
+        self.expert_SBK = self.place_SBK = self.kept_E = self.unplaced_E = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
         self._announced: set[tuple[DispatchConfig, int]] = set()
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
@@ -261,11 +253,28 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._announced.add(key)
         if self.configs.in_training:
             require_gradients_arrive(self.experts, self.config)
-            announce(config, tokens_TD, packed=self.packed, logs=self._logs)
+            if self._logs and config.capacity_factor == NO_DROP:
+                self._warn_of_rows(config, tokens_TD)
         elif self._logs and config is self.configs.generation:
-            log_once(_GENERATION_DROPS_NOTHING)
+            log_once(_SAID["generates"])
         elif self._logs and self._options.eval_factor is None:
-            log_once(_EVALUATION_FITS if config.fits else _EVALUATION_IS_AS_TRAINING)
+            log_once(_SAID["fits" if config.fits else "captured"])
+
+    def _warn_of_rows(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
+        """Log once what it costs to drop nothing."""
+        num_tokens = len(tokens_TD)
+        cells = config.num_local_experts * config.num_sources * num_tokens
+        num_rows = config.rows(num_tokens) if self.packed else cells
+        ratio = num_rows / config.share(num_tokens)
+        size = num_rows * tokens_TD.shape[1] * tokens_TD.element_size() / 2**30
+        if ratio > 1:
+            log_once(
+                "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and "
+                f"keeps room for {num_rows} rows in each layer, {ratio:.1f} times as many as in "
+                f"perfect balance: {size:.2f} GiB before fc1. To pay less, set "
+                "moe_expert_capacity_factor, 1.25 for a start.",
+                logging.WARNING,
+            )
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send tokens to the ranks of their experts, unless experts do so themselves."""
@@ -413,37 +422,3 @@ def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
             dispatcher: Any = module.token_dispatcher
             yield from dispatcher.counters.tensors()
             yield from dispatcher.eval_counters.tensors()
-
-
-def announce(config: DispatchConfig, tokens_TD: Tensor, *, packed: bool, logs: bool) -> None:
-    """Log once per shape what it costs to drop nothing, and raise if it cannot fit.
-
-    Args:
-        config: nothing happens unless its factor is `NO_DROP`, nor if balance needs as much.
-        tokens_TD: [T, D].
-        packed: whether experts read real rows only.
-        logs: this rank logs.
-
-    Raises:
-        ValueError: when one layer's rows exceed the whole memory of the device; the same on all
-            ranks, which have compared everything that decides it.
-    """
-    num_tokens, width = tokens_TD.shape
-    num_rows = config.num_local_experts * config.num_sources * num_tokens
-    if config.capacity_factor == NO_DROP and packed:
-        num_rows = config.rows(num_tokens)
-    ratio, size = num_rows / config.share(num_tokens), num_rows * width * tokens_TD.element_size()
-    if config.capacity_factor != NO_DROP or ratio <= 1:
-        return
-    cost = (
-        "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and keeps "
-        f"room for {num_rows} rows in each layer, {ratio:.1f} times as many as in perfect balance: "
-        f"{size / 2**30:.2f} GiB before fc1"
-    )
-    fix = "set moe_expert_capacity_factor, 1.25 for a start"
-    if tokens_TD.is_cuda:
-        memory = torch.cuda.get_device_properties(tokens_TD.device).total_memory
-        if size > memory:
-            raise ValueError(f"{cost}; the device has {memory / 2**30:.2f} GiB; {fix}")
-    if logs:
-        log_once(f"{cost}. To pay less, {fix}.", logging.WARNING)

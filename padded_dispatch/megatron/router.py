@@ -14,8 +14,8 @@ Letters: T tokens on this rank; K experts per token; E experts in all; D hidden 
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,10 +85,9 @@ class SelectAfterCounting(TopKRouter):
     _settings: Values | None
 
     def attach(self, selector: Selector) -> None:
-        """Set the attributes of this class, and hide the capacity factor from the router."""
+        """Set the attributes of this class."""
         self._settings = None
         self.selector = selector
-        self.config = _without_factor(self.config)
         selector.configs.follow(self)
         if self.layer_number is not None:
             selector.numbered(number_in_model(self))
@@ -151,7 +150,7 @@ class SelectAfterCounting(TopKRouter):
         `moe_router_dtype="fp32"` give logits that are off by 8.8 and change with the memory behind
         the bias.
         """
-        dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype, input.dtype)
+        dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
         if self.bias is None or self.bias.dtype == dtype:
             return super().gating(input)
         return router_gating_linear(input, self.weight, self.bias.to(dtype), dtype)
@@ -168,7 +167,8 @@ class SelectAfterCounting(TopKRouter):
             masked = padding_mask.reshape(*logits.shape[:-1], 1)
             logits = logits.masked_fill(masked, 0)
         recomputes = self.training and not torch.is_grad_enabled()
-        with _SortedChoices() if recomputes else nullcontext():
+        sorts = _SortedChoices() if recomputes else nullcontext()
+        with _without_factor(self.config), sorts:
             probs_TE, map_TE = super().routing(logits, padding_mask)
         if padding_mask is not None:
             map_TE = map_TE & ~padding_mask.reshape(-1, 1)
@@ -227,29 +227,17 @@ class _SortedChoices(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _without_factor(config: Any) -> Any:
-    """Return a view of `config` in which the capacity factor reads as None.
+@contextmanager
+def _without_factor(config: Any) -> Iterator[None]:
+    """Let the capacity factor of `config` read as None inside the block.
 
-    `TopKRouter.routing` drops before it counts if the router's config has a factor. No other code
-    reads the factor there (Megatron-Core 0.16.1 to 0.19.0).
-
-    The view shares the attributes of `config`, so any other field reads alike in both, and a write
-    to either reaches both. A copy would miss later writes: training loops change the model's config
-    (`moe_aux_loss_coeff`), `toggle_cuda_graphs` sets its `cuda_graph_impl`, and
-    `set_decode_expert_padding` writes a factor to each router's own config for text generation.
+    `TopKRouter.routing` drops before it counts if its config has a factor. No other code reads the
+    factor there (Megatron-Core 0.16.1 to 0.20). A copy of the config would miss later writes, such
+    as those of training loops to `moe_aux_loss_coeff`.
     """
-    view = object.__new__(_view_class(type(config)))
-    view.__dict__ = config.__dict__
-    return view
-
-
-@functools.cache
-def _view_class(base: type) -> type:
-    """Return a subclass of a config class with a capacity factor that reads as None."""
-    name = "moe_expert_capacity_factor"
-
-    def write(config: Any, factor: float | None) -> None:
-        vars(config)[name] = factor
-
-    hidden = property(lambda config: None, write)
-    return type(base)(f"{base.__name__}WithoutFactor", (base,), {name: hidden})
+    fields, name = vars(config), "moe_expert_capacity_factor"
+    factor, fields[name] = fields[name], None
+    try:
+        yield
+    finally:
+        fields[name] = factor

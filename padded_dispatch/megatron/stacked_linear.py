@@ -149,11 +149,13 @@ class StackedLinear(nn.Module):
         """Return the bias of each expert, [L, out]."""
         return None if self.bias is None else self.bias.view(self.num_experts, -1)
 
-    def buffer(self) -> Tensor | None:
+    def sums(self) -> Tensor | None:
         """Return the fp32 buffer to which a pass of this moment may add the weight's gradient.
 
-        None if there is none: in evaluation, outside of DDP, with FSDP, for a frozen weight, or
-        where gradients are summed in another dtype.
+        It also sets the flag that this pass's backward adds to it, which DDP reads after backward,
+        and resets before the forward passes of a step. None if there is no such buffer: in
+        evaluation, outside of DDP, with FSDP, for a frozen weight, or where gradients are summed in
+        another dtype.
         """
         weight: Any = self.weight
         main_grad = getattr(weight, "main_grad", None)
@@ -161,18 +163,8 @@ class StackedLinear(nn.Module):
         trains &= not hasattr(weight, "__fsdp_param__")
         if not trains or main_grad is None or main_grad.dtype != torch.float32:
             return None
+        weight.grad_added_to_main_grad = True
         return main_grad.view_as(weight)
-
-    def sums(self) -> Tensor | None:
-        """Return `buffer`, and set the flag that this pass's backward adds to it.
-
-        DDP reads the flag after backward, and resets it before the forward passes of a step.
-        """
-        sums = self.buffer()
-        if sums is not None:
-            weight: Any = self.weight
-            weight.grad_added_to_main_grad = True
-        return sums
 
     def spare(self) -> Tensor:
         """Return memory like the weight that autograd may get as a gradient; never written.

@@ -2,7 +2,8 @@
 
 megatron_trace  reads the traces of Megatron-Core's own tracer
 synthetic       makes traces of pure kinds
-replay          replays a trace at any factor, exactly
+demand          counts the rows that a trace asks for
+replay          replays counts at any factor, exactly: cells, and the store
 cost            bytes of a factor; the drop of a perfectly balanced router
 recommend       the smallest factor that keeps a target; a study of one trace
 settings        blocks to paste

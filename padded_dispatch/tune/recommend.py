@@ -26,8 +26,6 @@ from padded_dispatch.tune.demand import Demand
 from padded_dispatch.tune.replay import POOLS, Replay, replay
 
 _ALIKE = 1.1  # factors of two halves that differ by less are the same answer
-# The store is chosen if its factor is at most this share of that of cells.
-_WORTH_SHARING = 0.97
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,8 +292,7 @@ def study(
     """Replay the demand with each kind of pool, and recommend one.
 
     The recommended kind is that of the traced run. Where it is not known, or not among `pools`, it
-    is the one with the smaller factor, which is fewer bytes; cells, if the store's is hardly
-    smaller.
+    is the one with the smaller factor, which is fewer bytes.
 
     Args:
         demand: of training.
@@ -316,10 +313,7 @@ def study(
     answers = {
         pool: recommend(replay(demand, factors, pool=pool, **given), target) for pool in pools
     }
-    chosen, *others = answers.values()
-    for other in others:
-        if other.overall.factor <= _WORTH_SHARING * chosen.overall.factor:
-            chosen = other
+    chosen = min(answers.values(), key=lambda answer: answer.overall.factor)
     return Study(
         name=name,
         demand=demand,

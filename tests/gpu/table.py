@@ -324,7 +324,7 @@ def _retried() -> Iterator[Row]:
         if ranks == 2:
             overlapped = {"ddp": gather, **sizes}
             yield _retry(f"EP2, {graph} graphs, all overlapped", graph, **overlapped)
-        some = {"factor": 1.6, "dropout": 0.0, "gpu": {"steps": 12}, **sizes}
+        some = {"factor": 1.0, "dropout": 0.0, "gpu": {"steps": 12}, **sizes}
         yield _retry(f"EP{ranks}, {graph} graphs, some steps", graph, **some)
     yield _retry("TP2/EP2, layer graphs", "layer", ranks=2, tp=2, ep=2, cpu=False)
 
@@ -540,7 +540,6 @@ def _stored_directly() -> Iterator[Row]:
     wide = Layer(tokens=260, width=1032, top_k=4, local_experts=8, level=40)
     layers = {
         "bf16": small,
-        "fp32": dataclasses.replace(small, dtype=torch.float32),
         "one of everything": Layer(tokens=1, width=8, top_k=1, local_experts=1),
         "rows without room": wide,
         "more slots than tokens": dataclasses.replace(small, slots=600),

@@ -1,6 +1,5 @@
 """The six methods, called as Megatron calls them."""
 
-import dataclasses
 import logging
 from typing import Any
 
@@ -8,10 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch import DispatchConfig
 from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.config import log_once
-from padded_dispatch.megatron.dispatcher import announce
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -77,19 +74,16 @@ def test_what_evaluation_drops_is_named_once(caplog, monkeypatch, captured):
 
 
 def test_the_price_of_dropping_nothing_is_said_once(caplog):
-    config = DispatchConfig(num_experts=8, top_k=2, num_ranks=2)
-    dropping = dataclasses.replace(config, capacity_factor=1.0)
-    one_rank = dataclasses.replace(config, num_ranks=1, capacity_pool="store")
-    tokens_TD = torch.empty(1000, 64, dtype=torch.bfloat16)
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="padded_dispatch"):
-        for packed in (False, False, True):
-            announce(config, tokens_TD, packed=packed, logs=True)
-        announce(dropping, tokens_TD, packed=False, logs=True)
-        announce(config, torch.cat([tokens_TD, tokens_TD]), packed=False, logs=False)
-        announce(one_rank, tokens_TD, packed=True, logs=True)  # No more than in balance.
-    for message, rows in zip(caplog.messages, ("8000 rows", "4000 rows"), strict=True):
-        assert rows in message and "set moe_expert_capacity_factor" in message
-    assert "4.0 times as many as in perfect balance" in caplog.messages[0]
+        for experts in ("module", "module", "packed"):  # Packed rows are as many as in balance.
+            moe = tiny.padded_layer(PaddedOptions(experts=experts))
+            for length in (9, 9, 10):
+                moe(torch.randn(length, 2, tiny.HIDDEN))
+        tiny.padded_layer(moe_expert_capacity_factor=2.0)(torch.randn(9, 2, tiny.HIDDEN))
+    for message, num_rows in zip(caplog.messages, (72, 80), strict=True):
+        assert f"room for {num_rows} rows in each layer, 2.0 times as many as in" in message
+        assert "set moe_expert_capacity_factor" in message
 
 
 @pytest.mark.parametrize("experts", ["module", "packed"])

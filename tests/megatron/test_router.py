@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.overrides import TorchFunctionMode
 
 from padded_dispatch.config import POLICIES
@@ -165,7 +164,7 @@ def test_dropping_does_not_change_the_aux_loss():
     assert torch.equal(*gradients)
 
 
-def test_the_router_reads_the_layers_config_except_for_the_factor():
+def test_the_router_reads_the_layers_config_but_sees_no_factor(monkeypatch):
     losses = {"moe_aux_loss_coeff": 0.25, "moe_router_load_balancing_type": "aux_loss"}
     layer = tiny.padded_layer(moe_expert_capacity_factor=0.5, **losses)
     route, gradients = layer.router, []
@@ -177,14 +176,16 @@ def test_the_router_reads_the_layers_config_except_for_the_factor():
         route.weight.grad = None
     assert gradients[0].abs().sum() > 0
     assert torch.equal(2 * gradients[0], gradients[1])
-    assert isinstance(route.config, TransformerConfig)
+    assert route.config is layer.config and layer.config.moe_expert_capacity_factor == 0.5
+
+    def fail(router: Any, *args: Any) -> None:
+        assert router.config.moe_expert_capacity_factor is None
+        raise RuntimeError("routing failed")
+
+    monkeypatch.setattr(TopKRouter, "routing", fail)
+    with pytest.raises(RuntimeError, match="routing failed"):
+        route(tokens())
     assert layer.config.moe_expert_capacity_factor == 0.5
-    # As Megatron's `set_decode_expert_padding` writes it.
-    route.config.moe_expert_capacity_factor = 2.0
-    assert layer.config.moe_expert_capacity_factor == 2.0
-    assert route.config.moe_expert_capacity_factor is None
-    route.config.moe_z_loss_coeff = 0.125
-    assert layer.config.moe_z_loss_coeff == 0.125
 
 
 def test_a_router_of_another_kind_is_refused():

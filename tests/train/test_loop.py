@@ -12,8 +12,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron import uninstall
@@ -22,7 +20,6 @@ from padded_dispatch.trace import load_traces
 from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.loop import Outcome
-from tests.support.parity import end_gloo_groups
 from tests.support.traced_run import Counted, assert_trace_says_the_same, counted_run
 
 SMALL = "--seq-length 24 --micro-batch 3 --device cpu --workers 2"
@@ -130,26 +127,6 @@ def test_a_run_is_a_row_of_a_results_file(pool2, tmp_path):
     assert 0 < row["host_ms"] < row["ms"]
     assert row["tokens_per_s"] == pytest.approx(144e3 / row["ms"])
     assert "retried" not in row
-
-
-def _error(flags: str) -> str:
-    """Return the error that ends a run, and leave this worker as it was before."""
-    groups = set(distributed_c10d._world.pg_map)
-    try:
-        _train(flags)
-    except RuntimeError as error:
-        unset_num_microbatches_calculator()
-        parallel_state.destroy_model_parallel()
-        end_gloo_groups(groups)
-        uninstall()
-        return str(error)
-    return "none"
-
-
-def test_an_overflow_that_is_an_error_ends_all_ranks_alike(pool2):
-    flags = "--steps 3 --capacity-factor 0.25 --padded-on-overflow error"
-    first, second = pool2.run(_error, flags)
-    assert first == second and first.startswith("on_overflow='error': ")
 
 
 def _left_behind() -> tuple[list[bool], int]:

@@ -102,17 +102,13 @@ def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path)
     [
         ("--synthetic uniform --report /proc/x/y", "--report must be a path in a writable folder"),
         ("", "TRACE or --synthetic must be given, got none"),
-        ("some.npy --synthetic uniform", "TRACE or --synthetic must be given, got both"),
         ("nowhere.npy", "TRACE must be a trace or a folder of traces, got 'nowhere.npy'"),
         ("broken.npy", "broken.npy: must be a trace, got "),
-        ("folder", "folder must hold a recorded step (*.npy), got none"),
-        ("--synthetic uniform --drop 2", "--drop must be a share from 0 to below 1, got 2.0"),
         ("--synthetic uniform --steps-share 2", "--steps-share must be a share above 0 and at mo"),
         ("--synthetic uniform --ffn-size 8", "--hidden-size and --ffn-size must be given together"),
         ("--synthetic uniform --experts 7", "--experts must be a multiple of num_ranks=4, got 7"),
         ("router_trace_rank0.jsonl", "--experts and --ranks must be given for Megatron's"),
         ("good.npy --from-step 20", "--from-step must be at most the last, 19, got 20"),
-        ("good.npy --etp 3", "--etp must divide the 2 sources of the trace, got 3"),
         ("broken.jsonl --experts 4 --ranks 2", "broken.jsonl, line 1 must be one JSON object"),
         ("--synthetic uniform --hidden-size 8 --ffn-size 0", "--ffn-size must be at least 1"),
     ],
@@ -124,16 +120,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, fl
     (tmp_path / "broken.jsonl").write_text("nothing")
     (tmp_path / "router_trace_rank0.jsonl").touch()
     save(TRACE, tmp_path / "good.npy")
-    (tmp_path / "folder").mkdir()
     assert cli.main(["tune", *flags.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"padded-dispatch tune: {message}")
 
 
-@pytest.mark.parametrize("flag", ["--dorp", "--max-gib"])
-def test_a_flag_that_is_unknown_or_went_is_named(capsys, flag):
+def test_a_flag_that_went_is_named(capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["tune", "--synthetic", "uniform", flag])
+        cli.main(["tune", "--synthetic", "uniform", "--max-gib"])
     assert stopped.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"padded-dispatch tune: error: unrecognized arguments: {flag}; ")
+    assert last.startswith("padded-dispatch tune: error: unrecognized arguments: --max-gib; ")

@@ -5,7 +5,7 @@ import pytest
 
 from padded_dispatch.tune import plots
 from padded_dispatch.tune.demand import demand_of
-from padded_dispatch.tune.recommend import Target, smallest_sufficient, study
+from padded_dispatch.tune.recommend import Target, study
 from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 
 SIZES = TraceSizes(num_steps=30, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
@@ -54,19 +54,6 @@ def test_load_is_relative_to_balance(found):
     demand = found.demand.counts[:, 0].sum((0, 1))
     np.testing.assert_allclose(values[0], demand / demand.mean(), rtol=1e-12)
     np.testing.assert_allclose(values.mean(1), 1.0, rtol=1e-12)
-
-
-def test_need_shows_every_step_and_the_layer_that_needs_most(found):
-    drawn = lines(plots.figures(found)["need"])
-    replay = found.chosen.replay
-    asked, dropped = replay.asked, replay.dropped
-    needed = smallest_sufficient(asked.sum(0), dropped.sum(1), 0.02)
-    all_layers = drawn["all layers together"]
-    assert all_layers.get_xdata().tolist() == list(range(30))
-    assert all_layers.get_ydata().tolist() == replay.factors[needed].tolist()
-    each = [smallest_sufficient(asked[i], dropped[:, i], 0.02) for i in range(3)]
-    most = replay.factors[np.stack(each).max(0)]
-    assert drawn["layer that needs most"].get_ydata().tolist() == most.tolist()
 
 
 def test_svg_is_text_without_a_prolog_and_always_the_same(found):

@@ -48,7 +48,7 @@ def cells(table: Table, number: int) -> dict[str, str]:
     return dict(zip(table.headers, table.rows[number], strict=True))
 
 
-def test_cells_of_the_factors(found):
+def test_cells_of_the_tables(found):
     table = factor_table(found, found.options, brief=False)
     assert table.marked is not None
     option = found.options[table.marked]
@@ -65,30 +65,10 @@ def test_cells_of_the_factors(found):
     }
     assert cells(table, table.marked) == shown
     brief = factor_table(found, found.options, brief=True)
-    left = set(shown) - {"steps with drops", "worst layer", "balanced"}
-    assert cells(brief, table.marked) == {name: shown[name] for name in left}
+    assert brief.headers == ("factor", "slots", "dropped", "99 % of steps", "GiB")
     bare = dataclasses.replace(found, sizes=None)
     assert factor_table(bare, bare.options, brief=True).headers[-1] == "99 % of steps"
     assert "give --hidden-size and --ffn-size" in sections(html(bare, {}))["factors"]
-    store = studied()
-    table = factor_table(store, store.options, brief=False)
-    assert cells(table, 4)["rows"] == f"{store.options[4].room:,}"
-    assert not {"slots", "balanced"} & {*table.headers}
-
-
-def test_cells_of_pools_and_layers(found):
-    table = pool_table(found)
-    assert (table.marked, pool_table(studied()).marked) == (0, 1)
-    for number, answer in enumerate(found.answers):
-        shown = cells(table, number)
-        assert (shown["pool"], shown["factor"]) == (
-            answer.replay.pool,
-            f"{answer.overall.factor:g}",
-        )
-        assert shown["dropped"] == percent(answer.overall.dropped)
-        assert shown["steps with drops"] == percent(answer.retried)
-        needed = answer.replay.needed.max()
-        assert needed <= float(shown["drops nothing at"]) < needed + 0.01
     table = layer_table(found)
     for number, (layer, advice) in enumerate(found.chosen.layers.items()):
         assert table.rows[number] == (
@@ -100,8 +80,20 @@ def test_cells_of_pools_and_layers(found):
             f"{advice.room:,}",
             f"{advice.halves[0]:g}, {advice.halves[1]:g}",
         )
-    store = layer_table(studied())
-    assert store.headers == table.headers[:4] and len(store.rows) == 3
+
+
+def test_cells_of_pools(found):
+    store = studied()
+    assert (pool_table(found).marked, pool_table(store).marked) == (0, 1)
+    for row, answer in zip(pool_table(found).rows, found.answers, strict=True):
+        pool, factor, dropped, retried, needed = row
+        assert (pool, factor) == (answer.replay.pool, f"{answer.overall.factor:g}")
+        assert (dropped, retried) == (percent(answer.overall.dropped), percent(answer.retried))
+        assert answer.replay.needed.max() <= float(needed) < answer.replay.needed.max() + 0.01
+    table = factor_table(store, store.options, brief=False)
+    assert cells(table, 4)["rows"] == f"{store.options[4].room:,}"
+    assert not {"slots", "balanced"} & {*table.headers}
+    assert layer_table(store).headers[-1] == "worst step" and len(layer_table(store).rows) == 3
 
 
 def test_one_screen(found):
