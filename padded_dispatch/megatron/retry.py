@@ -27,7 +27,7 @@ import copy
 import dataclasses
 import logging
 import random
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Set
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -467,29 +467,32 @@ def _copy(value: Any, name: str = "microbatch") -> Any:
         return value.copy()
     if isinstance(value, _FIXED):
         return value
+    kind: Any = type(value)
     if isinstance(value, tuple):
         items = [_copy(item, f"{name}[{index}]") for index, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return kind(*items) if hasattr(value, "_fields") else kind(items)
     if isinstance(value, Set):
-        return type(value)(_copy(item, f"an item of {name}") for item in value)
-    twin = copy.copy(value)
+        return kind(_copy(item, f"an item of {name}") for item in value)
     if dataclasses.is_dataclass(value):
-        fields = {field.name for field in dataclasses.fields(value)} | vars(value).keys()
-        for field in fields:  # It may be frozen.
+        twin = copy.copy(value)
+        fields = {field.name for field in dataclasses.fields(value)}
+        for field in fields | getattr(value, "__dict__", {}).keys():  # It may be frozen.
             object.__setattr__(twin, field, _copy(getattr(value, field), f"{name}.{field}"))
-    elif isinstance(value, MutableMapping):
-        for key in value:
+        return twin
+    if isinstance(value, MutableMapping | MutableSequence):
+        twin = copy.copy(value)
+        keys = value if isinstance(value, MutableMapping) else range(len(value))
+        for key in keys:
             twin[key] = _copy(value[key], f"{name}[{key!r}]")
-    elif isinstance(value, MutableSequence):
-        for index, item in enumerate(value):
-            twin[index] = _copy(item, f"{name}[{index}]")
-    else:
-        require(
-            False,
-            name,
-            type(value).__name__,
-            "be a tensor, an array, a number, a text, or a mapping, sequence or dataclass of them, "
-            "with on_overflow='retry', which reads it twice",
-            "make it one in the data loader",
-        )
-    return twin
+        return twin
+    if isinstance(value, Mapping):
+        return kind({key: _copy(item, f"{name}[{key!r}]") for key, item in value.items()})
+    require(
+        False,
+        name,
+        kind.__name__,
+        "be a tensor, an array, a number, a text, or a mapping, sequence or dataclass of them, "
+        "with on_overflow='retry', which reads it twice",
+        "make it one in the data loader",
+    )
+    return value

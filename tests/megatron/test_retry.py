@@ -11,7 +11,7 @@ import logging
 import random
 from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -254,7 +254,7 @@ def test_every_form_that_schedules_take_is_recorded_as_far_as_it_is_read():
     assert (next(first), next(second)) == ("b", "z")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Bounds:
     ends: torch.Tensor
     most: int = 3
@@ -268,7 +268,8 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
     def batch(value: int) -> Any:
         ids = torch.tensor([value, value])
         more = [Pair(ids + 1, None), (np.full(2, value),), deque([ids + 2]), {"a set"}]
-        return UserDict(ids=ids, more=more, nested=OrderedDict(bounds=Bounds(ids + 3)))
+        nested = OrderedDict(bounds=Bounds(ids + 3), fixed=MappingProxyType({"ids": ids + 4}))
+        return UserDict(ids=ids, more=more, nested=nested)
 
     batches = [batch(0)] * 3 if reuses else [batch(number) for number in range(3)]
 
@@ -278,6 +279,7 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
         one["more"][1][0].fill(value)
         one["more"][2][0].fill_(value + 2)
         one["nested"]["bounds"].ends.fill_(value + 3)
+        one["nested"]["fixed"]["ids"].fill_(value + 4)
 
     def loader() -> Iterator[Any]:
         for number, one in enumerate(batches):
@@ -304,11 +306,12 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
         assert type(one["nested"]) is OrderedDict
         assert one["nested"]["bounds"].ends.tolist() == [number + 3] * 2
         assert one["nested"]["bounds"].most == 3
+        assert one["nested"]["fixed"]["ids"].tolist() == [number + 4] * 2
 
 
 @ON_CPU
 def test_what_a_forward_step_might_change_is_refused_by_name():
-    for value in (object(), SimpleNamespace(ids=torch.ones(1)), iter([1])):
+    for value in (object(), SimpleNamespace(ids=torch.ones(1)), (n for n in "a")):
         recorded = record(iter([{"ids": torch.ones(1), "more": [1, value]}]))
         words = rf"^microbatch\['more'\]\[1\] must be a tensor, .* got '{type(value).__name__}'"
         with pytest.raises(ValueError, match=words):

@@ -160,7 +160,7 @@ class LayerGraphs:
             if all(is_padded(module) for module in modules if isinstance(module, MoELayer)):
                 report = run_self_test(self._chunks, _samples(self._helper))
         # The eager steps before, and the self-test, had other memory than the graphs.
-        _release_stores(self._chunks, captured=False)
+        guard.release_stores(guard.padded_layers(self._chunks), captured=False)
         if hooked:
             self._helper.cuda_graph_set_manual_hooks()
         if report is not None:
@@ -251,6 +251,7 @@ class IterationGraph:
         The next calls warm up eagerly and capture again.
         """
         forget_iterations()
+        guard.release_stores(self._layers, captured=True)
         self._sizes = {}
 
     def run_eagerly(self, **kwargs: Any) -> list[Any]:
@@ -263,14 +264,7 @@ def release(helper: Any) -> None:
     helper.delete_cuda_graphs()
     if hasattr(helper, "_capture_finished"):  # From 0.17 on it captures once otherwise.
         helper._capture_finished = False
-    _release_stores(helper.model, captured=True)
-
-
-def _release_stores(chunks: list[Any], *, captured: bool) -> None:
-    """Free the rows that eager passes, or graphs that are deleted, have left in stores."""
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if is_padded(module) and module.token_dispatcher.store is not None:
-            module.token_dispatcher.store.release(captured=captured)
+    guard.release_stores(guard.padded_layers(helper.model), captured=True)
 
 
 @contextmanager

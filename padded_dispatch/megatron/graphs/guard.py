@@ -102,6 +102,18 @@ def padded_layers(chunks: list[Any]) -> list[Any]:
     return [m for m in modules if isinstance(m, TransformerLayer) and _is_padded(m)]
 
 
+def release_stores(layers: list[Any], *, captured: bool) -> None:
+    """Free rows of stores that eager passes, or graphs that are deleted, have left.
+
+    Args:
+        layers: see `padded_layers`.
+        captured: whether those of graphs.
+    """
+    stores = {id(store): store for layer in layers if (store := layer.mlp.token_dispatcher.store)}
+    for store in stores.values():
+        store.release(captured=captured)
+
+
 def state_of(layer: Any) -> tuple[Any, ...]:
     """Return mode, capacity and config of a padded layer, by `_NAMES`; the input is not included.
 
@@ -182,6 +194,7 @@ def _wrap_helper(create: Callable[..., None]) -> Callable[..., None]:
             return
         with counts_put_back(*(chunk.module for chunk in helper.model)):
             create(helper)
+        release_stores(padded_layers(helper.model), captured=False)
 
     return clean_create
 
