@@ -14,8 +14,8 @@ from tests.support.device import equal, here_if_tensor
 from tests.support.routing_cases import RoutingCase, routing_cases
 from tests.support.routings import routing_map
 
-# Divides the smallest maps and lists among several programs, each of which takes steps.
-SMALL = {"_TILE": 8, "_BLOCK": 128, "_SHORT": 4, "_MAX_BLOCKS": 2}
+# Divides the smallest maps among several programs, and the scores of an expert among steps.
+SMALL = {"_TILE": 8, "_BLOCK": 32}
 
 
 def assert_is_torch(*arguments: object, **sizes: int) -> None:
@@ -27,7 +27,7 @@ def assert_is_torch(*arguments: object, **sizes: int) -> None:
     equal(*zip(found, kept_map_in_torch(*arguments), strict=True))
 
 
-@pytest.mark.parametrize("sizes", [{}, SMALL], ids=["one program", "several"])
+@pytest.mark.parametrize("sizes", [{}, SMALL], ids=["one step", "several"])
 @pytest.mark.parametrize(
     ("policy", "dtype"),
     [
@@ -58,24 +58,20 @@ def test_every_bit_of_a_score_counts(dtype):
         assert_is_torch(asked_TE, probs_TE, slots, "probs")
 
 
-@pytest.mark.parametrize("short", [2**20, 250], ids=["one part", "several parts"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("skew", ["uniform", "same", "none"])
-def test_select_of_many_tokens_in_odd_sizes(skew, policy, short):
-    """Several tiles and steps of tokens, lists of several blocks; all to the same, or to none."""
+def test_select_of_many_tokens_in_odd_sizes(skew, policy):
+    """Several tiles, and several steps of tokens; all to the same, or to none."""
     map_TE = torch.from_numpy(routing_map(259, 37, 3, skew=skew))
     generator = torch.Generator().manual_seed(1)
     probs_TE = torch.rand(259, 37, generator=generator).mul(8).round()
-    sizes = {"_TILE": 1024, "_BLOCK": 128, "_SHORT": short}
-    assert_is_torch(map_TE, probs_TE, 20, policy, **sizes)
+    assert_is_torch(map_TE, probs_TE, 20, policy, _TILE=1024, _BLOCK=128)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4095, 4096, 131072])
-@pytest.mark.parametrize("num_experts", [1, 2, 8, 33, 500, 512])
-def test_tiles_cover_the_map(num_tokens: int, num_experts: int):
-    (blocks, columns), tokens_per_block, tile = select._tiles(num_tokens, num_experts)
-    assert blocks <= 256
-    assert (blocks - 1) * tokens_per_block < num_tokens <= blocks * tokens_per_block
-    assert (columns - 1) * tile["BLOCK_E"] < num_experts <= columns * tile["BLOCK_E"]
-    assert tokens_per_block % tile["BLOCK_T"] == 0
-    assert tile["BLOCK_T"] * tile["BLOCK_E"] <= 4096
+def test_more_rows_than_slots_never_stay():
+    """Not even those whose probabilities are NaN, in any of its forms."""
+    bits = torch.tensor([[-1], [2**31 - 1], [-(2**22)], [0]], dtype=torch.int32)
+    asked_TE = torch.ones(4, 1, dtype=torch.bool)
+    arguments = map(here_if_tensor, (asked_TE, bits.view(torch.float32), 2, "probs"))
+    kept_TE, demand_E = select.kept_map(*arguments)
+    assert (kept_TE.sum(), demand_E.tolist()) == (2, [4])
