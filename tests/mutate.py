@@ -4,8 +4,8 @@
 
 Each change (a mutant) is made in a copy of the repository, in which the module's own test files run
 until the first failure: `tests/routing/test_select*.py` for `routing/select.py`. A mutant is caught
-if a test fails or the tests take too long. Survivors are gaps in the tests. Changes that nothing can
-notice are listed with their reason in `EQUIVALENT` and not tried. Code that only a
+if a test fails or the tests take too long. Survivors are gaps in the tests. Changes without effect
+are listed with their reason in `EQUIVALENT` and not tried. Code that only a
 GPU runs, annotations, asserts and texts are left out.
 """
 

@@ -57,8 +57,6 @@ def read(argv: list[str]) -> argparse.Namespace:
     costs = made.add_argument_group("memory, where both sizes are given").add_argument
     costs("--hidden-size", type=int, help="hidden size of the model")
     costs("--ffn-size", type=int, help="ffn size of an expert")
-    about = "micro-batches in flight of a pipeline stage"
-    costs("--in-flight", type=int, default=1, help=about)
     about = f"made-up routing instead of a trace: {', '.join(KINDS)}"
     add("--synthetic", choices=KINDS, metavar="NAME", help=about)
     return made.parse_args(argv)
@@ -83,11 +81,7 @@ def _tune(given: argparse.Namespace) -> int:
     require_folder("--report", given.report.parent)
     sizes = None
     if given.hidden_size is not None:
-        sizes = LayerSizes(
-            hidden_size=given.hidden_size,
-            ffn_size=given.ffn_size,
-            in_flight=given.in_flight,
-        )
+        sizes = LayerSizes(hidden_size=given.hidden_size, ffn_size=given.ffn_size)
     trace = _load(given) if given.traces else _synthetic(given)
     demand, strikes = demand_of(trace), None
     if given.collectives:

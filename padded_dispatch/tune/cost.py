@@ -25,13 +25,12 @@ _BESIDE_BYTES = 12  # of a row: its probability and its home
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Sizes of a MoE layer with SwiGLU experts, and how many of it are alive at once on one rank.
+    """Sizes of a MoE layer with SwiGLU experts, and how many of it one rank has.
 
     Args:
         hidden_size: width of a row (D).
         ffn_size: of an expert (F).
         num_layers: MoE layers on this rank.
-        in_flight: micro-batches whose backward is still to come: 1 without pipeline stages.
 
     Raises:
         ValueError: for a size below 1.
@@ -40,7 +39,6 @@ class LayerSizes:
     hidden_size: int
     ffn_size: int
     num_layers: int = 1
-    in_flight: int = 1
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -48,7 +46,8 @@ class LayerSizes:
 
 
 def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> int:
-    """Return the bytes that packed experts keep for backward on one rank, of all layers.
+    """Return the bytes that packed experts keep for backward on one rank, of all layers, for each
+    micro-batch in flight.
 
     Of each row, its input of fc1 (D), fc1's result (2F), a probability and a home; of each choice
     of each source its row. Recomputation, which would keep less, is not considered.
@@ -64,7 +63,7 @@ def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> in
     width = sizes.hidden_size + 2 * sizes.ffn_size / config.etp_size
     rows = config.rows(num_tokens) * (width * _ELEMENT_BYTES + _BESIDE_BYTES)
     choices = 4 * config.num_sources * num_tokens * config.top_k
-    return sizes.num_layers * sizes.in_flight * (round(rows) + choices)
+    return sizes.num_layers * (round(rows) + choices)
 
 
 def balanced_drop(*, num_tokens: int, top_k: int, num_experts: int, capacity: int) -> float:

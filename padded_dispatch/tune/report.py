@@ -164,7 +164,7 @@ _POOLS = (
 )
 _FACTORS = "Dropped: of all rows."
 _BALANCED = " Balanced: what a perfectly balanced router drops, since tokens choose at random."
-_COSTS = " GiB: kept for backward on a rank, of all its layers and micro-batches in flight."
+_COSTS = " GiB: kept for backward on a rank, of all its layers, for each micro-batch in flight."
 _CAPTIONS = {
     "dropped": "Below the dotted line the target is kept.",
     "need": "One point per step: the smallest factor that would have kept the target.",

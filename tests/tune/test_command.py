@@ -35,9 +35,9 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     (tmp_path / "run").mkdir()
     for rank in (0, 1):
         save(TRACE.where(TRACE.ranks == rank), tmp_path / "run" / f"rank-{rank}.npy")
-    flags = "run --drop 0.02 --steps-share 0.9 --hidden-size 64 --ffn-size 48 --in-flight 3"
+    flags = "run --drop 0.02 --steps-share 0.9 --hidden-size 64 --ffn-size 48"
     printed, page = tune(flags)
-    sizes = LayerSizes(hidden_size=64, ffn_size=48, num_layers=2, in_flight=3)
+    sizes = LayerSizes(hidden_size=64, ffn_size=48, num_layers=2)
     found = study(DEMAND, Target(drop=0.02, steps_share=0.9), name="run", sizes=sizes)
     assert printed == report.summary(found, Path("tune.html")) + "\n"
     svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}

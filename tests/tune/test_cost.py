@@ -27,8 +27,8 @@ def test_the_documented_example():
         assert kept_bytes(config, 4096, QWEN3) == 40960 * of_row + choices == 295_141_376
         split = qwen3(1.25, capacity_pool=pool, etp_size=2)
         assert kept_bytes(split, 4096, QWEN3) == 2 * (40960 * (of_row - 1536) + choices)
-    many = LayerSizes(hidden_size=2048, ffn_size=768, num_layers=3, in_flight=2)
-    assert kept_bytes(qwen3(1.0), 4096, many) == 6 * (32768 * of_row + choices)
+    many = LayerSizes(hidden_size=2048, ffn_size=768, num_layers=3)
+    assert kept_bytes(qwen3(1.0), 4096, many) == 3 * (32768 * of_row + choices)
     # Without drops each token may have all of its experts on one rank.
     assert kept_bytes(qwen3(NO_DROP), 4096, QWEN3) == 8 * 4096 * 8 * of_row + choices
 
