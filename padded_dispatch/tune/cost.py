@@ -46,8 +46,7 @@ class LayerSizes:
 
 
 def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> int:
-    """Return the bytes that packed experts keep for backward on one rank, of all layers, for each
-    micro-batch in flight.
+    """Return the bytes that packed experts of all layers keep for backward of a micro-batch.
 
     Of each row, its input of fc1 (D), fc1's result (2F), a probability and a home; of each choice
     of each source its row. Recomputation, which would keep less, is not considered.
