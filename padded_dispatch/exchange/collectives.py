@@ -192,15 +192,17 @@ class CollectiveWire:
 
     def home(self, product: Homeward, layout: Layout) -> Home:
         """Compute a product on a GPU and bring home its rows; see `Wire`."""
-        from padded_dispatch.kernels import gemm, grouped, rows
+        from padded_dispatch.kernels import gemm, rows
 
         segments = layout.segments
         out_ND = gemm.rows_times_weights(
-            product.rows_NI, product.weight_LOI, segments, stored=product.stored
+            product.rows_NI,
+            product.weight_LOI,
+            segments,
+            stored=product.stored,
+            bias_LO=product.bias_LO,
+            prob_M=product.prob_M,
         )
-        if product.bias_LO is not None:
-            assert product.prob_M is not None
-            grouped.add_bias(out_ND, product.bias_LO, product.prob_M, segments)
         sum_SPD = rows.sum_rows(
             out_ND,
             layout.row_SPK,
