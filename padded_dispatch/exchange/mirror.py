@@ -39,7 +39,7 @@ from torch.distributed import (
 _GRACE_S = 2.0  # for ranks that wait to post that they do, after the first of them has failed
 _STORE_S = 5.0  # for the store to answer beyond that; its process may have ended, or be stopped
 _CLOSING_S = 0.5  # for a process that ends to close all its sockets
-_PROBE = 1  # a tag of messages that nobody sends
+_PROBE = 1  # a tag of messages that no rank sends
 _SIGNALS = timedelta(seconds=1)  # between two looks for Ctrl-C
 
 _CLOSED = ", got a closed connection and"
