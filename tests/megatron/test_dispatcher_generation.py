@@ -30,30 +30,6 @@ def _layer(options: PaddedOptions, **settings: Any) -> Any:
     return made.eval()
 
 
-def _other_numbers_of_tokens(experts: Any) -> int:
-    """Compare passes of another T on each rank with those of equal T, filled up with tokens."""
-    with megatron("cpu", expert_model_parallel_size=2):
-        made = _layer(PaddedOptions(experts=experts))
-        whole = _layer(PaddedOptions(experts=experts, eval_factor=NO_DROP))
-        whole.load_state_dict(made.state_dict())
-        for seed, lengths in enumerate([(1, 9), (7, 1), (5, 6), (40, 3)]):
-            hidden = _hidden(max(lengths), 2 * seed + dist.get_rank())
-            num_tokens = lengths[dist.get_rank()]
-            with torch.no_grad():
-                output = made(hidden[:num_tokens])[0]
-                expected = whole(hidden)[0][:num_tokens]
-            # With few rows in a product, a CPU rounds in other ways.
-            torch.testing.assert_close(output, expected)
-        counters = made.token_dispatcher.eval_counters
-        return int((counters.demand_E - counters.kept_E).sum())
-
-
-@pytest.mark.parametrize("experts", ["module", "packed"])
-def test_ranks_may_have_other_numbers_of_tokens(pool2, experts):
-    """So has Megatron's dynamic engine, in eager steps; a rank without a request has one token."""
-    assert sum(pool2.run(_other_numbers_of_tokens, experts)) == 0
-
-
 def _mismatch(training: bool, lengths: tuple[int, int]) -> str:
     with megatron("cpu", expert_model_parallel_size=2):
         made = _layer(PaddedOptions()).train(training)
