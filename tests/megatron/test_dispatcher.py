@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.config import log_once
 from tests.support import tiny
+from tests.support.parity import megatron
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -17,6 +19,22 @@ pytestmark = pytest.mark.usefixtures("one_process")
 def test_no_tokens_raise():
     with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
         tiny.padded_layer()(torch.randn(0, 2, tiny.HIDDEN))
+
+
+def _no_token_on_rank_0() -> str:
+    with megatron("cpu", expert_model_parallel_size=2):
+        made = tiny.padded_layer(moe_expert_capacity_factor=0.5).eval()
+        try:
+            made(torch.randn(5 * dist.get_rank(), 1, tiny.HIDDEN))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_without_tokens_raises_on_all(pool2):
+    first, second = pool2.run(_no_token_on_rank_0)
+    assert first == second
+    assert "T is 0 on rank 0, any but 0 on rank 1" in first
 
 
 @pytest.mark.parametrize("captured", [False, True])
