@@ -50,15 +50,6 @@ def test_missing_script_is_named(monkeypatch, capsys):
     assert "SCRIPT must be an existing file, got 'nowhere.py'" in capsys.readouterr().err
 
 
-def test_a_wrong_option_is_named_by_its_flag(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["run", "--padded-overflow-threshold", "2", __file__])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert "error: --padded-overflow-threshold must" in error and "got 2.0" in error
-
-
 @pytest.mark.parametrize(
     "line",
     [
