@@ -50,15 +50,6 @@ def test_missing_script_is_named(monkeypatch, capsys):
     assert "SCRIPT must be an existing file, got 'nowhere.py'" in capsys.readouterr().err
 
 
-def test_a_wrong_option_is_named_by_its_flag(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["run", "--padded-overflow-threshold", "2", __file__])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert "error: --padded-overflow-threshold must" in error and "got 2.0" in error
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -94,15 +85,3 @@ def test_a_mistake_is_named(capsys, line, message):
         read(line.split())
     assert end.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_help_shows_our_options_and_takes_no_torch():
-    code = (
-        "import sys; from padded_dispatch.megatron.run import read\n"
-        "try: read(['--help'])\nexcept SystemExit as end: assert not end.code\n"
-        "print('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert "--padded-capacity-pool" in done.stdout and done.stdout.endswith("\nFalse\n")

@@ -146,32 +146,21 @@ def test_flattened_samples_are_routed_alike(megatron):
     torch.testing.assert_close(*rows)
 
 
-MASK_BS = torch.tensor([[False, False, True], [False, True, True]])
-
-
-def route(layer: Any, hidden: Tensor) -> Any:
-    return layer.mlp.route(hidden)
-
-
-def node_of(layer: Any, mask_BS: Any, run: Any = route, sequences: Any = None) -> Any:
-    """Return the first piece of a layer, which routes its input, or runs something else."""
+@pytest.mark.parametrize("scope", ["attn", "moe_router"])
+def test_packed_sequences_in_the_combined_schedule(megatron, scope):
+    """The first piece of a layer routes its input here."""
+    mask_BS = torch.tensor([[False, False, True], [False, True, True]])
+    layer = Layer(mlp=tiny.padded_layer(), **layer_graphs(scope))
     node = SimpleNamespace(
-        chunk_state=SimpleNamespace(padding_mask=mask_BS, packed_seq_params=sequences),
-        submodule=lambda node, hidden: run(layer, hidden),
+        chunk_state=SimpleNamespace(padding_mask=mask_BS, packed_seq_params=packed([2, 1])),
+        submodule=lambda node, hidden: layer.mlp.route(hidden),
     )
     nodes = {name: SimpleNamespace() for name in ("moe_dispatch", "mlp", "moe_combine")}
     plan = SimpleNamespace(layer=layer, **nodes)
     adapted(lambda plan: vars(plan).update(attn=node))(plan)
-    return node
-
-
-@pytest.mark.usefixtures("megatron")
-def test_packed_sequences_with_captured_attention_are_refused():
-    moe, hidden = tiny.padded_layer(), torch.randn(3, 2, tiny.HIDDEN)
-    for scopes in (("attn",), ("moe_router",)):
-        node = node_of(Layer(mlp=moe, **layer_graphs(*scopes)), MASK_BS, sequences=packed([2, 1]))
-        if scopes == ("moe_router",):
-            assert torch.equal(node.submodule(node, hidden)[1].any(1), ~MASK_BS.T.flatten())
-            continue
+    hidden = torch.randn(3, 2, tiny.HIDDEN)
+    if scope == "moe_router":
+        assert torch.equal(node.submodule(node, hidden)[1].any(1), ~mask_BS.T.flatten())
+    else:
         with pytest.raises(ValueError, match="packed_seq_params must be None where a CUDA graph"):
             node.submodule(node, hidden)

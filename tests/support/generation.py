@@ -54,6 +54,7 @@ from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.options import Experts
 from padded_dispatch.utils.patches import Patches
+from tests.support import tiny
 from tests.support.graph_protocol import Tape, pretend_capture
 from tests.support.parity import megatron
 from tests.support.rows import Findings
@@ -83,7 +84,6 @@ class GenerationCase:
     `new_tokens`: tokens that each request generates.
     """
 
-    name: str = ""
     device: str = "cpu"
     ranks: int = 1
     experts: Experts = "module"
@@ -228,7 +228,8 @@ def gpt(
         fields = {"cuda_graph_impl": "local", PADS: True}
         if PADS not in TransformerConfig.__dataclass_fields__:  # In 0.16 the wrapper has it.
             del fields[PADS]
-    config = TransformerConfig(
+    config = tiny.config(
+        "padded_alltoall" if padded else "alltoall",
         num_layers=case.num_layers,
         hidden_size=case.hidden,
         num_attention_heads=case.heads,
@@ -236,18 +237,11 @@ def gpt(
         num_moe_experts=case.num_experts,
         moe_router_topk=case.top_k,
         moe_ffn_hidden_size=case.ffn,
-        moe_token_dispatcher_type="padded_alltoall" if padded else "alltoall",
         moe_expert_capacity_factor=0.5 if padded else None,
         moe_grouped_gemm=case.on_gpu,
-        moe_router_load_balancing_type="none",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=not case.on_gpu,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
         expert_model_parallel_size=case.ranks,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -348,9 +342,9 @@ def generates_as_stock(case: GenerationCase) -> Findings:
         others = logits.argmax(-1) != wanted.argmax(-1)
         dispatchers = [m.token_dispatcher for m in model.modules() if is_padded(m)]
         counts = [dispatcher.eval_counters for dispatcher in dispatchers]
-        dropped_on_ranks = sum((one.demand_E - one.kept_E).sum() for one in counts)
-        dist.all_reduce(dropped_on_ranks)  # A rank counts what it asked for, and what it received.
-        dropped = int(dropped_on_ranks)
+        dropped: Any = sum((one.demand_E - one.kept_E).sum() for one in counts)
+        dist.all_reduce(dropped)  # A rank counts what it asked for, and what it received.
+        dropped = int(dropped)
         facts = {
             "error": float(error),
             "stock_error": float(stock_error),

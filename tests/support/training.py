@@ -52,6 +52,7 @@ from padded_dispatch.megatron.graphs.capture import forget_iterations, release
 from padded_dispatch.megatron.retry import RandomStates, without_graphs
 from padded_dispatch.megatron.telemetry import Telemetry, padded_moe_layers
 from padded_dispatch.utils.patches import Patches
+from tests.support import tiny
 from tests.support.gpt import (
     ddp_chunks,
     loss_scaling,
@@ -724,7 +725,6 @@ def _config(model: Model) -> TransformerConfig:
         "moe_aux_loss_coeff": 1e-2,
         "moe_z_loss_coeff": 1e-3,
         "moe_expert_capacity_factor": model.factor,
-        "moe_token_dispatcher_type": "padded_alltoall",
         "moe_grouped_gemm": model.on_gpu,
         "tensor_model_parallel_size": model.tp,
         "sequence_parallel": model.tp > 1,
@@ -733,17 +733,12 @@ def _config(model: Model) -> TransformerConfig:
         "virtual_pipeline_model_parallel_size": model.vpp,
         "expert_model_parallel_size": model.ep,
         "expert_tensor_parallel_size": model.etp,
-        "add_bias_linear": False,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
         "normalization": "RMSNorm",
         "init_method_std": 0.02 if model.on_gpu else 0.2,
         "hidden_dropout": model.dropout,
         "attention_dropout": model.dropout,
-        "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": model.on_gpu,
-        "gradient_accumulation_fusion": False,
         "use_cpu_initialization": not model.on_gpu,
         "bf16": model.dtype == torch.bfloat16,
         "fp16": model.dtype == torch.float16,
@@ -766,4 +761,4 @@ def _config(model: Model) -> TransformerConfig:
         fields |= {**layer_graphs(), "cuda_graph_impl": "local"}
     elif model.graph == "iteration":
         fields |= {**iteration_graph(), "cuda_graph_warmup_steps": EAGER_STEPS}
-    return TransformerConfig(**fields | model.fields)
+    return tiny.config(**fields | model.fields)
