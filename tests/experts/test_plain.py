@@ -77,7 +77,7 @@ def test_rows_are_given_back_in_reverse_order():
 @pytest.mark.parametrize("seed", range(20))
 def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
     generator = np.random.default_rng(seed)
-    sources, experts = generator.integers(1, 9, 2)
+    sources, experts = generator.integers(1, [9, 18])
     rows, shares, most = generator.integers(1, 60, (3, 5))
     store = reference.Store(rows.tolist(), shares.tolist(), most.tolist())
     top = torch.zeros(2, dtype=torch.int32)
