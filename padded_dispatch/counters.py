@@ -37,9 +37,6 @@ MASS_UNITS = 2**32
 # Figures that are the largest of all layers, not of the summed layers, and their least values.
 _LARGEST = {"expert_overload": 1.0, "rank_overload": 1.0, "needed_factor": 0.0}
 
-# Figures of cells only.
-_OF_CELLS = {"dropped_mass", "lost_tokens", "fill"}
-
 
 class RoutingObserver(Protocol):
     """Receiver of every selection that is counted."""
@@ -217,8 +214,7 @@ class Snapshot:
     passes. Whole numbers are exact while less than 2**31 rows' worth of probability goes through
     one layer.
 
-    Properties are float64 [Y], or int64 [Y] if they count. Shares and factors are NaN where nothing
-    was counted.
+    Properties are float64 [Y], NaN where nothing was counted.
 
     Attributes:
         layers_Y: numbers of the layers.
@@ -247,36 +243,9 @@ class Snapshot:
     idle_passes_YR: Ints
 
     @property
-    def dropped(self) -> Ints:
-        """Rows that found no room."""
-        return (self.demand_YE - self.kept_YE).sum(1)
-
-    @property
     def dropped_share(self) -> Floats:
-        """Dropped rows over rows asked for."""
-        return _ratio(self.dropped, self.demand_YE.sum(1))
-
-    @property
-    def dropped_mass_share(self) -> Floats:
-        """Dropped probability over probability asked for, in cells."""
-        return _ratio(self.dropped_mass_Y, self.asked_mass_Y)
-
-    @property
-    def fill(self) -> Floats:
-        """Kept rows per slot of a cell."""
-        return _ratio(self.kept_YE.sum(1), self.num_slots_Y)
-
-    @property
-    def expert_overload(self) -> Floats:
-        """Demand for the busiest expert over the mean: 1 is perfect balance, E / K the worst."""
-        return _ratio(self.demand_YE.max(1), self.demand_YE.mean(1))
-
-    @property
-    def rank_overload(self) -> Floats:
-        """Demand for the experts of the busiest expert-parallel rank over the mean of the ranks."""
-        num_layers, num_ranks = self.idle_passes_YR.shape
-        demand_YR = self.demand_YE.reshape(num_layers, num_ranks, -1).sum(2)
-        return _ratio(demand_YR.max(1), demand_YR.mean(1))
+        """Rows that found no room over rows asked for."""
+        return _ratio((self.demand_YE - self.kept_YE).sum(1), self.demand_YE.sum(1))
 
     @property
     def needed_factor(self) -> Floats:
@@ -295,8 +264,7 @@ class Snapshot:
         """Return one number per figure for all layers, by the names that logs use.
 
         Each is a sum or a ratio of sums over the layers; overloads and needed factor are the
-        largest of a layer. Empty if nothing was counted. Of a store there are no "dropped_mass",
-        "lost_tokens" and "fill".
+        largest of a layer. Empty if nothing was counted.
         """
         if not self.num_passes_Y.any():
             return {}
@@ -314,22 +282,40 @@ class Snapshot:
         }
 
     def figures_of_layers(self) -> dict[str, list[float]]:
-        """Return the figures of each layer, 0 where nothing was counted; "layer" has its number."""
+        """Return the figures of each layer, 0 where nothing was counted.
+
+        layer: its number.
+        dropped: rows that found no room over rows asked for.
+        expert_overload: demand for the busiest expert over the mean: 1 is perfect balance, E / K
+            the worst.
+        rank_overload: demand for the experts of the busiest expert-parallel rank over the mean of
+            the ranks.
+        needed_factor: as the property.
+        idle_passes, struck, unplaced: counts, see `Counters`.
+
+        Of cells also:
+        dropped_mass: dropped probability over probability asked for.
+        lost_tokens: a count, see `Counters`.
+        fill: kept rows per slot.
+        """
+        num_layers, num_ranks = self.idle_passes_YR.shape
+        demand_YR = self.demand_YE.reshape(num_layers, num_ranks, -1).sum(2)
         columns = {
             "layer": self.layers_Y,
             "dropped": self.dropped_share,
-            "dropped_mass": self.dropped_mass_share,
-            "lost_tokens": self.lost_tokens_Y,
-            "fill": self.fill,
-            "expert_overload": self.expert_overload,
-            "rank_overload": self.rank_overload,
+            "expert_overload": _ratio(self.demand_YE.max(1), self.demand_YE.mean(1)),
+            "rank_overload": _ratio(demand_YR.max(1), demand_YR.mean(1)),
             "needed_factor": self.needed_factor,
             "idle_passes": self.idle_passes_YR.sum(1),
             "struck": self.struck_Y,
             "unplaced": self.num_unplaced_Y,
         }
-        if self.share_rows_Y is not None:
-            columns = {name: of for name, of in columns.items() if name not in _OF_CELLS}
+        if self.share_rows_Y is None:
+            columns |= {
+                "dropped_mass": _ratio(self.dropped_mass_Y, self.asked_mass_Y),
+                "lost_tokens": self.lost_tokens_Y,
+                "fill": _ratio(self.kept_YE.sum(1), self.num_slots_Y),
+            }
         return {name: np.nan_to_num(column).tolist() for name, column in columns.items()}
 
 

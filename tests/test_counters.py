@@ -105,7 +105,6 @@ def test_a_snapshot_has_the_counts_of_the_counters():
     assert seen.layers_Y.tolist() == [3, 5]
     assert seen.demand_YE.tolist() == [[10, 8, 0, 2], [0] * 4]
     assert seen.kept_YE.tolist() == [[6, 6, 0, 2], [0] * 4]
-    assert seen.dropped.tolist() == [6, 0]
     assert seen.asked_mass_Y.tolist() == [20 * 2**31, 0]
     assert seen.dropped_mass_Y.tolist() == [6 * 2**31, 0]
     assert (seen.num_tokens_Y[0], seen.lost_tokens_Y[0]) == (10, 2)  # token 3 keeps neither
@@ -118,13 +117,14 @@ def test_rates_of_a_layer_and_of_one_that_never_ran():
     seen = snapshot()
     for values, expected in (
         (seen.dropped_share, 6 / 20),
-        (seen.dropped_mass_share, 6 / 20),
-        (seen.fill, 14 / 24),
-        (seen.expert_overload, 10 / 5),
-        (seen.rank_overload, 18 / 10),
         (seen.needed_factor, 5 * E / (T * K)),
     ):
         assert values[0] == expected and math.isnan(values[1])
+    layers = seen.figures_of_layers()
+    assert layers["dropped_mass"] == [6 / 20, 0]
+    assert layers["fill"] == [14 / 24, 0]
+    assert layers["expert_overload"] == [10 / 5, 0]
+    assert layers["rank_overload"] == [18 / 10, 0]
     # Through the capacity that follows from it, nothing is dropped.
     assert math.ceil(T * K / E * float(seen.needed_factor[0])) == 5
 

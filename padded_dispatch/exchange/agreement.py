@@ -99,7 +99,7 @@ class Agreement:
             return number
         where = f"call {self._num_calls} of {self._caller()}"
         row = torch.tensor([number])
-        return max(int(other) for other in self._mirror.gather(row, self._limit_s, where))
+        return int(self._mirror.gather(row, self._limit_s, where).max())
 
     def _compare(self, shapes: Values, rules: Values) -> None:
         assert self._mirror is not None
@@ -109,7 +109,8 @@ class Agreement:
         layer = -1 if self.layer is None else self.layer
         row = torch.tensor([self._number, layer, self._num_calls, *self._digests[values]])
         where = f"call {self._num_calls} of {self._caller()}"
-        if not self._mirror.is_same(row, self._limit_s, where):
+        rows = self._mirror.gather(row, self._limit_s, where)
+        if (rows != row).any():
             own = ("caller", self._caller()), ("call number", self._num_calls), *values
             texts = self._mirror.gather(_to_bytes(own), self._limit_s, where)
             values_of = [dict(json.loads(bytes(text.tolist()))) for text in texts]

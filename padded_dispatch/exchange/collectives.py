@@ -128,23 +128,21 @@ class CollectiveWire:
             self._number_slots()
 
     def _number_slots(self) -> None:
-        """Give every token its slot at each rank; -1 where it has no expert."""
+        """Give every token its slot at each rank, and every slot its token; -1 where none is."""
         ranks, expert_TK = self._exchange.num_ranks, self._plan.expert_TK
-        nowhere = expert_TK < 0
-        rank_TK = (expert_TK // self._exchange.num_local_experts).long()
-        self._rank_TK = rank_TK.masked_fill_(nowhere, ranks)
-        reached = torch.zeros_like(expert_TK[:, :1], dtype=torch.bool).repeat(1, ranks + 1)
-        reached_TR = reached.scatter_(1, self._rank_TK, True)[:, :ranks]
+        rank_R = torch.arange(ranks, device=expert_TK.device, dtype=torch.int32)
         token_T1 = torch.arange(self._num_tokens, device=expert_TK.device)[:, None]
+        rank_TK = expert_TK // self._exchange.num_local_experts
+        reached_TR = (rank_TK[..., None] == rank_R).any(1)
         slot_TR = token_T1 if self._whole else reached_TR.cumsum(0) - 1
-        reached_TR = reached_TR & (slot_TR < self._num_slots)
-        self._slot_TR = torch.where(reached_TR, slot_TR, -1).to(torch.int32)
+        row_TR = torch.where(reached_TR, rank_R * self._num_slots + slot_TR, -1)
+        # Where a token's sums come home: among the slots of all ranks, one rank behind the other.
+        self._row_TR = row_TR.to(torch.int32)
         if not self._whole:
-            # The tokens in the slots of each rank; -1 in empty ones.
-            token = token_T1.T.expand(ranks, -1)
-            slot_RT = torch.where(reached_TR, slot_TR, self._num_slots).T
-            token_RP = token.new_full((ranks, self._num_slots + 1), -1)
-            self._token_RP = token_RP.scatter_(1, slot_RT, token)[:, :-1]
+            # -1 is the last element, too, which is cut off.
+            token_Q = token_T1.new_full((ranks * self._num_slots + 1,), -1)
+            token_Q[row_TR] = token_T1.expand_as(row_TR)
+            self._token_RP = token_Q[:-1].view(ranks, -1)
 
     @nvtx_range("exchange")
     def open(self, tokens_TD: Tensor, prob_TK: Tensor) -> Arrived:
@@ -192,15 +190,17 @@ class CollectiveWire:
 
     def home(self, product: Homeward, layout: Layout) -> Home:
         """Compute a product on a GPU and bring home its rows; see `Wire`."""
-        from padded_dispatch.kernels import gemm, grouped, rows
+        from padded_dispatch.kernels import gemm, rows
 
         segments = layout.segments
         out_ND = gemm.rows_times_weights(
-            product.rows_NI, product.weight_LOI, segments, stored=product.stored
+            product.rows_NI,
+            product.weight_LOI,
+            segments,
+            stored=product.stored,
+            bias_LO=product.bias_LO,
+            prob_M=product.prob_M,
         )
-        if product.bias_LO is not None:
-            assert product.prob_M is not None
-            grouped.add_bias(out_ND, product.bias_LO, product.prob_M, segments)
         sum_SPD = rows.sum_rows(
             out_ND,
             layout.row_SPK,
@@ -220,39 +220,37 @@ class CollectiveWire:
             rows_PD = _padded(values_TD, self._num_slots)
             rows_RPD = rows_PD[None] if self._exchange.num_ranks == 1 else self._gather(rows_PD)
         else:
-            rows_RPD = self._swap(values_TD[self._token_RP.clamp(min=0)])
+            rows_RPD = self._swap(values_TD[self._token_RP])  # -1, no token, reads any.
         return self._gather_split(rows_RPD)
 
     def send_plan(self, prob_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return probabilities, experts and places, [S, P, K], and counts, [S, L]."""
-        plan, exchange = self._plan, self._exchange
-        local, ranks = exchange.num_local_experts, exchange.num_ranks
-        expert_TK, place_TK, kept_E = plan.expert_TK, plan.place_TK, plan.kept_E
-        # One message: the bits of the probabilities between whole numbers.
-        bits_TX = prob_TK.contiguous().view(torch.int32)
+        plan, exchange, num_slots = self._plan, self._exchange, self._num_slots
+        local, ranks, top_k = exchange.num_local_experts, exchange.num_ranks, prob_TK.shape[1]
         first = 0 if exchange.group is None else exchange.group.rank() * local
+        # One message: the bits of the probabilities behind whole numbers, then counts.
+        bits_TX = prob_TK.contiguous().view(torch.int32)
+        beside_TX = torch.cat([plan.expert_TK, plan.place_TK, bits_TX], 1)
         if self._whole:
-            beside = torch.cat([expert_TK, place_TK, bits_TX], 1)
-            beside = _padded(beside, self._num_slots, fill=-1)
-            message = torch.cat([beside.flatten(), kept_E])
-            message_RX = self._gather(message) if ranks > 1 else message[None]
-            counts_RL = message_RX[:, -kept_E.numel() :][:, first : first + local]
-            beside_RX = message_RX[:, : -kept_E.numel()]
+            beside_PX = _padded(beside_TX, num_slots, fill=-1)
+            message_X = torch.cat([beside_PX.flatten(), plan.kept_E])
+            message_RX = self._gather(message_X) if ranks > 1 else message_X[None]
         else:
-            beside_TX = torch.cat([expert_TK, place_TK, bits_TX], 1)
-            empty = self._token_RP[..., None] < 0
-            beside = beside_TX[self._token_RP.clamp(min=0)].masked_fill_(empty, -1)
-            message_RX = torch.cat([beside.flatten(1), kept_E.view(ranks, local)], 1)
+            # The row of -1 is that of slots without a token.
+            beside_RPX = _padded(beside_TX, self._num_tokens + 1, fill=-1)[self._token_RP]
+            message_RX = torch.cat([beside_RPX.flatten(1), plan.kept_E.view(ranks, local)], 1)
             message_RX = self._swap(message_RX)
-            counts_RL, beside_RX = message_RX[:, -local:], message_RX[:, :-local]
-        top_k = expert_TK.shape[1]
-        beside_RPX = beside_RX.unflatten(1, (self._num_slots, -1))
-        beside_SPX = self._gather_split(beside_RPX.contiguous())
-        count_SL = self._gather_split(counts_RL.contiguous())
-        expert_SPK = beside_SPX[..., :top_k] - first
-        place_SPK = beside_SPX[..., top_k : 2 * top_k].contiguous()
-        prob_SPK = beside_SPX[..., 2 * top_k :].contiguous().view(prob_TK.dtype)
-        return prob_SPK, expert_SPK, place_SPK, count_SL
+        size = num_slots * beside_TX.shape[1]
+        beside_RPX = message_RX[:, :size].unflatten(1, (num_slots, -1))
+        count_RL = message_RX[:, size:]
+        if self._whole:
+            count_RL = count_RL[:, first : first + local]
+        expert_SPK, place_SPK, bits_SPX = self._gather_split(beside_RPX).tensor_split(
+            (top_k, 2 * top_k), 2
+        )
+        prob_SPK = bits_SPX.contiguous().view(prob_TK.dtype)
+        count_SL = self._gather_split(count_RL).contiguous()
+        return prob_SPK, expert_SPK - first, place_SPK.contiguous(), count_SL
 
     def bring_sums(self, sum_SPD: Tensor) -> Tensor:
         """Return the sums of every token, [T, D]; the transpose of `send`."""
@@ -260,34 +258,28 @@ class CollectiveWire:
         num_tokens = self._num_tokens
         if self._exchange.num_ranks == 1:
             return sum_RPD[0, :num_tokens]
-        came_RPD = self._swap(sum_RPD)
-        if came_RPD.is_cuda:
+        came_QD = self._swap(sum_RPD).flatten(0, 1)
+        if came_QD.is_cuda:
             from padded_dispatch.kernels import rows
 
-            first_R = torch.arange(len(came_RPD), device=came_RPD.device, dtype=torch.int32)
-            row_TR = torch.where(
-                self._slot_TR < 0, self._slot_TR, self._slot_TR + first_R * self._num_slots
-            )
-            return rows.sum_rows(came_RPD.flatten(0, 1), row_TR)
+            return rows.sum_rows(came_QD, self._row_TR)
         wide = torch.promote_types(self._dtype, torch.float32)
-        total_TD = came_RPD.new_zeros(num_tokens, came_RPD.shape[2], dtype=wide)
-        for rows_PD, slot_T in zip(came_RPD, self._slot_TR.T, strict=True):
-            rows_TD = rows_PD[slot_T.clamp(min=0)].to(wide)
-            total_TD += rows_TD.masked_fill_((slot_T < 0)[:, None], 0)
+        total_TD = came_QD.new_zeros(num_tokens, came_QD.shape[1], dtype=wide)
+        for row_T in self._row_TR.T:
+            total_TD += came_QD[row_T].to(wide).masked_fill_((row_T < 0)[:, None], 0)
         return total_TD.to(self._dtype)
 
     def bring_beside(self, beside_SPK: Tensor) -> Tensor:
         """Return the number of every choice, [T, K], in at least fp32."""
-        beside_RPK = self._add_split(beside_SPK)
+        beside_RPK, expert_TK = self._add_split(beside_SPK), self._plan.expert_TK
         if self._exchange.num_ranks == 1:
             came_TK = beside_RPK[0, : self._num_tokens]
         else:
-            came_RPK = self._swap(beside_RPK)
-            rank_TK = self._rank_TK.clamp(max=len(came_RPK) - 1)
-            slot_TK = self._slot_TR.gather(1, rank_TK).clamp(min=0)
-            k = torch.arange(rank_TK.shape[1], device=rank_TK.device)
-            came_TK = came_RPK[rank_TK, slot_TK, k]
-        return came_TK.masked_fill(self._plan.expert_TK < 0, 0)
+            came_QK = self._swap(beside_RPK).flatten(0, 1)
+            rank_TK = (expert_TK // self._exchange.num_local_experts).clamp(min=0)
+            row_TK = self._row_TR.gather(1, rank_TK.long())
+            came_TK = came_QK[row_TK, torch.arange(row_TK.shape[1], device=row_TK.device)]
+        return came_TK.masked_fill(expert_TK < 0, 0)
 
     def _gather(self, block: Tensor) -> Tensor:
         """Return the block of each rank of the expert-parallel group, [R, ...]."""

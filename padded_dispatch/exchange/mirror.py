@@ -4,19 +4,17 @@ A `Mirror` is a gloo group of its own over all ranks that a layer's groups conne
 back end of the groups is. With gloo, too: if one rank skipped a call, the user's next collective
 would meet ours in one group, with another size, and gloo would abort the process.
 
-`is_same` compares one row of each rank: the first rank gathers them and broadcasts whether they are
-equal, 1 + log2(N) messages one after the other for N ranks. `gather` is an all-gather, for values
-that differ. Both have a time limit. When it expires, or when a process ends and the first rank has
-come, gloo closes the connections, so all ranks that wait fail within milliseconds. Each of them
-then posts in the store of the job that it waits. Ranks that have not posted `_GRACE_S` later are
-absent; if the layer spans several hosts, theirs are named, too. The first rank to see that writes
-the error into the store, and all raise this error: also a rank that comes later. Nothing is posted
-in a call that succeeds.
+`gather` is one call of it: the first rank gathers a row of each rank and broadcasts them all, 1 +
+log2(N) messages one after the other for N ranks. It has a time limit. When it expires, or when a
+process ends and the first rank has come, gloo closes the connections, so all ranks that wait fail
+within milliseconds. Each of them then posts in the store of the job that it waits. Ranks that have
+not posted `_GRACE_S` later are absent; if the layer spans several hosts, theirs are named, too. The
+first rank to see that writes the error into the store, and all raise this error: also a rank that
+comes later. Nothing is posted in a call that succeeds.
 
 A collective of the user fails as well when a process has ended, mostly before our next call, and
 gloo's error names no rank; others may still wait for a rank that has seen it. So
-`absent_ranks_named` asks machines, not ranks: each process listens on a port, and the kernel
-answers as long as the process lives.
+`absent_ranks_named` looks at connections, not for calls: that to a process is open while it lives.
 """
 
 import json
@@ -24,13 +22,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import blake2b
-from ipaddress import ip_address
 from typing import Any, cast
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -43,10 +39,7 @@ from torch.distributed import (
 _GRACE_S = 2.0  # for ranks that wait to post that they do, after the first of them has failed
 _STORE_S = 5.0  # for the store to answer beyond that; its process may have ended, or be stopped
 _CLOSING_S = 0.5  # for a process that ends to close all its sockets
-_PROBE_S = 3.0  # for a machine to answer a connection
-_PROBES = 32  # connections tried at the same time
-_BACKLOG = 4096  # connections that nothing accepts, one for each rank that asks
-_PLACE_BYTES = 512  # of a host's name, an address and a port
+_PROBE = 1  # a tag of messages that no rank sends
 _SIGNALS = timedelta(seconds=1)  # between two looks for Ctrl-C
 
 _CLOSED = ", got a closed connection and"
@@ -85,7 +78,8 @@ class Mirror:
         self._last = "none"
         self._me = dist.get_rank()
         deadline = time.monotonic() + limit_s
-        name, self.ranks = _connected(groups, deadline, limit_s)
+        name, self._hosts = _connected(groups, deadline, limit_s)
+        self.ranks = sorted(self._hosts)
         # Not `dist.new_group`. It either needs every rank of the world, or (with
         # use_local_synchronization) names the group by the number of groups in this process: ranks
         # of one group that are members of different numbers of others would wait for each other.
@@ -99,26 +93,12 @@ class Mirror:
                 f"ranks {self.ranks} must connect, got {error}; {_FIX}"
             ) from None
         self._gloo: Any = gloo
-        address = _own_address()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        # It never accepts: the kernel answers for a process, however busy, until that ends.
-        self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-        finalize(self, self._listener.close)
-        own = json.dumps([socket.gethostname(), address, self._listener.getsockname()[1]])
-        assert len(own) <= _PLACE_BYTES
-        row = torch.frombuffer(bytearray(own.ljust(_PLACE_BYTES).encode()), dtype=torch.uint8)
-        places = self.gather(row, limit_s, "the creation of its connections")
-        self._last = "none"
-        self._places = {
-            rank: json.loads(bytes(place.tolist()))
-            for rank, place in zip(self.ranks, places, strict=True)
-        }
 
-    def is_same(self, row: Tensor, limit_s: float, where: str) -> bool:
-        """Return on all ranks whether all of them passed the same row.
+    def gather(self, row: Tensor, limit_s: float, where: str) -> Tensor:
+        """Return the row of each rank, in the order of `ranks`.
 
         Args:
-            row: int64 on the host, of the same shape on all ranks.
+            row: int64 or uint8 on the host, of the same shape on all ranks.
             limit_s: seconds to wait for the last rank.
             where: description of the call, for errors.
 
@@ -126,16 +106,17 @@ class Mirror:
             AbsentRanksError: on all ranks that wait, if one does not come; on a rank that comes too
                 late; and in each later call.
         """
-        is_same = torch.zeros(1, dtype=torch.int64)
-        self._collect(lambda: self._compare(row, is_same, limit_s), limit_s, where)
-        return bool(is_same)
-
-    def gather(self, row: Tensor, limit_s: float, where: str) -> list[Tensor]:
-        """Return the row of each rank, int64 or uint8, in the order of `ranks`; see `is_same`."""
-        rows = [torch.empty_like(row) for _ in self.ranks]
-        options = _limited("AllgatherOptions", limit_s)
-        self._collect(lambda: _wait(self._gloo.allgather([rows], [row], options)), limit_s, where)
+        rows = row.new_empty(len(self.ranks), *row.shape)
+        self._collect(lambda: self._gather(row, rows, limit_s), limit_s, where)
         return rows
+
+    def _gather(self, row: Tensor, rows: Tensor, limit_s: float) -> None:
+        is_first = self._me == self.ranks[0]
+        into = [list(rows)] if is_first else []
+        gathering = self._gloo.gather(into, [row], _limited("GatherOptions", limit_s))
+        if is_first:
+            _wait(gathering)
+        _wait(self._gloo.broadcast([rows], _limited("BroadcastOptions", limit_s)))
 
     def require_all_alive(self) -> None:
         """Raise if the process of a rank has ended.
@@ -143,34 +124,37 @@ class Mirror:
         Raises:
             AbsentRanksError: the same on all ranks that see it, names them.
         """
-        if not self._ended():
+        if self._failure or not self._ended():
             return
+        seconds = _GRACE_S + _STORE_S
+        words = _within(seconds, self._verdict_of_ended) or self._words_of_ended(self._ended())
+        raise AbsentRanksError(words)
+
+    def _verdict_of_ended(self) -> str:
+        self._store.set(f"waits/{self._me}", _CLOSED)
         time.sleep(_GRACE_S)  # Processes of a host end one after the other.
         ended = self._ended()
-        words = (
+        # A rank that raises in `gather` closes its connections, too, and has posted that it waits.
+        ended = [rank for rank in ended if not self._store.check([f"waits/{rank}"])] or ended
+        return self._store.compare_set("verdict", "", self._words_of_ended(ended)).decode()
+
+    def _words_of_ended(self, ended: list[int]) -> str:
+        return (
             f"all {len(self.ranks)} ranks of the layer must stay until the job ends, got no answer "
             f"from the process{'es' if len(ended) > 1 else ''} of {self._named(ended)}; the last "
             f"call that all made: {self._last}; look for the first error in the output of each"
         )
-        agreed = _within(_STORE_S, lambda: self._store.compare_set("ended", "", words).decode())
-        raise AbsentRanksError(agreed or words)
 
     def _ended(self) -> list[int]:
-        """Return the ranks whose machine refuses a connection to them, or does not answer."""
-        host, places = self._places[self._me][0], [self._places[rank] for rank in self.ranks]
-        with ThreadPoolExecutor(_PROBES) as threads:
-            alive = list(threads.map(lambda place: _answers(place, host), places))
-        return [rank for rank, lives in zip(self.ranks, alive, strict=True) if not lives]
-
-    def _compare(self, row: Tensor, is_same: Tensor, limit_s: float) -> None:
-        """Write into `is_same` whether the first rank got equal rows."""
-        is_first = self._me == self.ranks[0]
-        rows = [[torch.empty_like(row) for _ in self.ranks]] if is_first else []
-        gathering = self._gloo.gather(rows, [row], _limited("GatherOptions", limit_s))
-        if is_first:
-            _wait(gathering)
-            is_same.fill_(all(torch.equal(row, other) for other in rows[0]))
-        _wait(self._gloo.broadcast([is_same], _limited("BroadcastOptions", limit_s)))
+        """Return the ranks whose connections are closed: gloo then refuses to receive."""
+        ended = []
+        for place, rank in enumerate(self.ranks):
+            try:
+                if rank != self._me:
+                    self._gloo.recv([torch.empty(1)], place, _PROBE)
+            except RuntimeError:
+                ended.append(rank)
+        return ended
 
     def _collect(self, run: Callable[[], None], limit_s: float, where: str) -> None:
         """Call `run`; if it fails, raise one error on all ranks."""
@@ -183,10 +167,7 @@ class Mirror:
             self._gloo = None
             seconds = _GRACE_S + _STORE_S
             self._failure = _within(seconds, lambda: self._verdict(where, problem))
-            if not self._failure:
-                ended = self._ended()
-                absent = f"{self._named(ended)}, among others" if ended else _NO_STORE
-                self._failure = self._words(where, problem, absent)
+            self._failure = self._failure or self._words(where, problem, _NO_STORE)
         raise AbsentRanksError(self._failure)
 
     def _verdict(self, where: str, problem: str) -> str:
@@ -210,9 +191,9 @@ class Mirror:
 
     def _named(self, ranks: list[int]) -> str:
         """Return numbers of ranks, and their hosts if the layer spans several."""
-        if len({host for host, *_ in self._places.values()}) == 1:
+        if len(set(self._hosts.values())) == 1:
             return _numbered(ranks)
-        hosts = list(dict.fromkeys(self._places[rank][0] for rank in ranks))
+        hosts = list(dict.fromkeys(self._hosts[rank] for rank in ranks))
         return f"{_numbered(ranks)} on host{'s' if len(hosts) > 1 else ''} {', '.join(hosts)}"
 
     def _words(self, where: str, problem: str, absent: str) -> str:
@@ -308,46 +289,25 @@ def absent_ranks_named() -> Iterator[None]:
         raise
 
 
-def _answers(place: list[Any], own_host: str) -> bool:
-    """Return whether the process at a place (host, address, port) lives, seen from this host."""
-    host, address, port = place
-    if host != own_host and ip_address(address).is_loopback:
-        return True  # The name of the store's machine is its loopback there: it cannot be asked.
-    with suppress(OSError), socket.create_connection((address, port), _PROBE_S):
-        return True
-    return False
-
-
 def _store() -> Any:
     return PrefixStore("padded_dispatch", distributed_c10d._get_default_store())
 
 
-def _own_address() -> str:
-    """Return the address from which this machine reaches the store, or the loopback's."""
-    store = distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    host = getattr(store, "host", "127.0.0.1")
-    family, kind, *_, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as datagrams:
-        datagrams.connect(address)  # Finds a route, and sends nothing.
-        return datagrams.getsockname()[0]
-
-
 def _connected(
     groups: Sequence[dist.ProcessGroup], deadline: float, limit_s: float
-) -> tuple[str, list[int]]:
-    """Return a name for all groups that `groups` connect, the same on their ranks, and the ranks.
+) -> tuple[str, dict[int, str]]:
+    """Return a name for all groups that `groups` connect, the same on their ranks; their hosts.
 
     Each rank posts its own groups. Groups with several mirrors (of this group alone, and together
     with others) have them under the number of own groups.
     """
     store, me = _store(), dist.get_rank()
     own = {group_name(group): dist.get_process_group_ranks(group) for group in groups}
-    posted = json.dumps(own)
+    posted = json.dumps([socket.gethostname(), own])
     for name in own:
         store.set(f"{name}/{len(own)}/{me}", posted)
     found: dict[str, list[int]] = {}
+    hosts: dict[int, str] = {}
     unread = dict(own)
     while unread:
         name, members = unread.popitem()
@@ -363,11 +323,11 @@ def _connected(
                 f"all {len(members)} ranks of a group must create their dispatcher within "
                 f"{limit_s:g} s, got none from {_numbered(absent)}; {_FIX}"
             )
-        for key in keys.values():
-            groups_there = json.loads(store.get(key))
+        for rank, key in keys.items():
+            hosts[rank], groups_there = json.loads(store.get(key))
             unread |= {n: r for n, r in groups_there.items() if n not in found}
     name = blake2b(json.dumps(sorted(found)).encode(), digest_size=8).hexdigest()
-    return f"{name}/{len(own)}", sorted({rank for members in found.values() for rank in members})
+    return f"{name}/{len(own)}", hosts
 
 
 def _numbered(ranks: list[int]) -> str:

@@ -1,10 +1,10 @@
 """The activation of an expert times the probability, over real rows only, forward and backward.
 
-Each direction is one pass. In torch, a bias, a chunk, clamps, a function, products and a cast would
-each read and write every element; here each element is read and written once, computed in fp32 and
-rounded once. `kernels.Segments` says which rows are real, on the device; others are neither read
-nor written. Launches follow the multiprocessors of a GPU, not the rows that there is room for. The
-function, gating and bias are known when a kernel is compiled.
+Each direction is one pass of one kernel. In torch, a bias, a chunk, clamps, a function, products
+and a cast would each read and write every element; here each element is read and written once,
+computed in fp32 and rounded once. `kernels.Segments` says which rows are real, on the device;
+others are neither read nor written. Launches follow the multiprocessors of a GPU, not the rows that
+there is room for. The function, gating and bias are known when a kernel is compiled.
 
 `experts.activation` explains the arguments. G: width of fc1's result, 2F if gated, else F.
 """
@@ -45,16 +45,34 @@ def activate(
     Example: `fc1 = [nan, [0, 5], [8, 3]]`, `prob = [nan, 1, .5]` and `offsets = [1, 3]` give the
     loose rows `[[0], [11.996]]` for a gated "silu", since silu(8) = 7.9973.
     """
+    how = function, gated, clamp, offset
+    return _launch(None, fc1_MG, bias_LG, prob_M, segments, None, *how)
+
+
+def _launch(
+    grad_NF: Tensor | None,
+    fc1_MG: Tensor,
+    bias_LG: Tensor | None,
+    prob_M: Tensor,
+    segments: Segments,
+    grad_prob_N: Tensor | None,
+    function: str,
+    gated: bool,
+    clamp: float,
+    offset: float,
+) -> Tensor:
     width = fc1_MG.shape[1] // (2 if gated else 1)
     hidden_NF = fc1_MG.new_empty(segments.num_rows, width)
     rows, block = tile(width)
     _activate_kernel[programs(fc1_MG)](
+        grad_NF,
         fc1_MG,
         bias_LG,
         prob_M,
         segments.offsets,
         segments.num_sources,
         hidden_NF,
+        grad_prob_N,
         segments.num_experts,
         width,
         FUNCTION=function,
@@ -102,51 +120,6 @@ def _load(fc1, bias, place, bias_place, valid, WIDE: tl.constexpr):
     return x
 
 
-@triton.jit
-def _activate_kernel(
-    fc1,
-    bias,
-    probs,
-    offsets,
-    num_sources,
-    hidden,
-    num_experts,
-    width,
-    FUNCTION: tl.constexpr,
-    GATED: tl.constexpr,
-    CLAMP: tl.constexpr,
-    OFFSET: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    halves: tl.constexpr = 2 if GATED else 1
-    base, end = tl.load(offsets), tl.load(offsets + num_experts * num_sources)
-    num_blocks = tl.cdiv(end - base, ROWS) * BLOCKS
-    for block in tl.range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-        row = (base + block // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        n = row[:, None]
-        column = (block % BLOCKS * BLOCK + tl.arange(0, BLOCK))[None, :]
-        valid = (n < end) & (column < width)
-        place = n * halves * width + column
-        bias_place = place
-        if bias is not None:
-            expert = expert_of(row, offsets, num_sources, num_experts, EXPERTS)[:, None]
-            bias_place = expert * halves * width + column
-        prob = tl.load(probs + n, mask=n < end, other=0).to(WIDE)
-        x = _load(fc1, bias, place, bias_place, valid, WIDE)
-        if GATED:
-            up = _load(fc1, bias, place + width, bias_place + width, valid, WIDE)
-            value, _ = _curve(_clamp(x, CLAMP), FUNCTION)
-            value *= -_clamp(-_clamp(up, CLAMP), CLAMP) + OFFSET
-        else:
-            value, _ = _curve(x, FUNCTION)
-        hidden_place = hidden + (n - base) * width + column
-        tl.store(hidden_place, (value * prob).to(hidden.dtype.element_ty), mask=valid)
-
-
 def activate_backward(
     grad_NF: Tensor,
     fc1_MG: Tensor,
@@ -171,36 +144,14 @@ def activate_backward(
     `[[0]]` and `[0]` for a gated "silu", and leave `fc1 = [nan, [1.25, 0]]`: silu(0) = 0 and its
     slope there is 0.5.
     """
-    width = grad_NF.shape[1]
-    hidden_NF = grad_NF.new_empty(segments.num_rows, width)
     grad_prob_N = prob_M.new_empty(segments.num_rows)
-    rows, block = tile(width)
-    _activate_backward_kernel[programs(fc1_MG)](
-        grad_NF,
-        fc1_MG,
-        bias_LG,
-        prob_M,
-        segments.offsets,
-        segments.num_sources,
-        hidden_NF,
-        grad_prob_N,
-        segments.num_experts,
-        width,
-        FUNCTION=function,
-        GATED=gated,
-        CLAMP=clamp,
-        OFFSET=offset,
-        EXPERTS=triton.next_power_of_2(segments.num_experts),
-        ROWS=rows,
-        BLOCK=block,
-        BLOCKS=triton.cdiv(width, block),
-        WIDE=wide(fc1_MG),
-    )
+    how = function, gated, clamp, offset
+    hidden_NF = _launch(grad_NF, fc1_MG, bias_LG, prob_M, segments, grad_prob_N, *how)
     return hidden_NF, grad_prob_N
 
 
 @triton.jit
-def _activate_backward_kernel(
+def _activate_kernel(
     grad,
     fc1,
     bias,
@@ -221,7 +172,10 @@ def _activate_backward_kernel(
     BLOCKS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Write gradients over `fc1`: its gate and up of a column are read and written together."""
+    """Write `hidden`, and if there is a gradient of it, gradients over `fc1` and to `grad_probs`.
+
+    A gate and up of a column are read and written together.
+    """
     halves: tl.constexpr = 2 if GATED else 1
     base, end = tl.load(offsets), tl.load(offsets + num_experts * num_sources)
     for first in tl.range(base + tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
@@ -238,21 +192,25 @@ def _activate_backward_kernel(
             valid = (n < end) & (column < width)
             place = n * halves * width + column
             loose_place = (n - base) * width + column
-            grad_out = tl.load(grad + loose_place, mask=valid, other=0).to(WIDE)
             x = _load(fc1, bias, place, bias_row + column, valid, WIDE)
+            value, slope = _curve(_clamp(x, CLAMP) if GATED else x, FUNCTION)
             if GATED:
                 up = _load(fc1, bias, place + width, bias_row + column + width, valid, WIDE)
                 linear = -_clamp(-_clamp(up, CLAMP), CLAMP) + OFFSET
-                value, slope = _curve(_clamp(x, CLAMP), FUNCTION)
-                grad_x = tl.where(x > CLAMP, 0.0, grad_out * prob * linear * slope)
-                grad_up = tl.where(tl.abs(up) > CLAMP, 0.0, grad_out * prob * value)
+            if grad is not None:
+                grad_out = tl.load(grad + loose_place, mask=valid, other=0).to(WIDE)
+                if GATED:
+                    grad_x = tl.where(x > CLAMP, 0.0, grad_out * prob * linear * slope)
+                    grad_up = tl.where(tl.abs(up) > CLAMP, 0.0, grad_out * prob * value)
+                    tl.store(fc1 + place + width, grad_up.to(fc1.dtype.element_ty), mask=valid)
+                    grad_prob += tl.sum(grad_out * (value * linear), 1)
+                else:
+                    grad_x = grad_out * prob * slope
+                    grad_prob += tl.sum(grad_out * value, 1)
+                tl.store(fc1 + place, grad_x.to(fc1.dtype.element_ty), mask=valid)
+            if GATED:
                 value *= linear
-                tl.store(fc1 + place + width, grad_up.to(fc1.dtype.element_ty), mask=valid)
-            else:
-                value, slope = _curve(x, FUNCTION)
-                grad_x = grad_out * prob * slope
-            grad_prob += tl.sum(grad_out * value, 1)
-            tl.store(fc1 + place, grad_x.to(fc1.dtype.element_ty), mask=valid)
             tl.store(hidden + loose_place, (value * prob).to(hidden.dtype.element_ty), mask=valid)
-        grad_prob = grad_prob.to(grad_probs.dtype.element_ty)
-        tl.store(grad_probs + row - base, grad_prob, mask=row < end)
+        if grad is not None:
+            grad_prob = grad_prob.to(grad_probs.dtype.element_ty)
+            tl.store(grad_probs + row - base, grad_prob, mask=row < end)

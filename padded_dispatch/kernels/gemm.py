@@ -74,6 +74,8 @@ def rows_times_weights(
     stored: bool,
     out: Tensor | None = None,
     out_stored: bool = False,
+    bias_LO: Tensor | None = None,
+    prob_M: Tensor | None = None,
     tiles: Tiles = _TILES,
 ) -> Tensor:
     """Compute `rows @ weight[l].T` for every expert's rows.
@@ -86,6 +88,8 @@ def rows_times_weights(
         stored: whether `rows` are stored, or loose.
         out: contiguous, same dtype, as wide as O; None makes a loose one of N rows.
         out_stored: whether `out` is stored, or loose.
+        bias_LO: contiguous, same dtype; adds `prob * bias[l]` to the rounded product.
+        prob_M: stored, floating point; required with a bias.
         tiles: launch parameters.
 
     Returns:
@@ -97,7 +101,8 @@ def rows_times_weights(
     if out is None:
         assert not out_stored
         out = rows.new_empty(segments.num_rows, weight_LOI.shape[1])
-    _multiply(rows, weight_LOI, segments, tiles, stored, out=out, out_stored=out_stored)
+    to = {"out": out, "out_stored": out_stored}
+    _multiply(rows, weight_LOI, segments, tiles, stored, bias_LO, prob_M, **to)
     return out
 
 
@@ -117,14 +122,11 @@ def rows_times_weights_at(
     The arguments are those of `rows_times_weights`, and:
         at_M: stored int64, the address of each result, a multiple of 16: on this GPU or on one that
             it can access.
-        bias_LO: contiguous, same dtype; adds `prob * bias[l]` to the rounded product.
-        prob_M: stored, floating point; required with a bias.
 
     Example: the rows, weights and offsets above, and the addresses of the second and the first row
     of a buffer at `at[5]` and `at[6]`, leave `[[4], [1]]` in it.
     """
-    to = {"at": at_M, "bias": bias_LO, "probs": prob_M}
-    _multiply(rows, weight_LOI, segments, tiles, stored, **to)
+    _multiply(rows, weight_LOI, segments, tiles, stored, bias_LO, prob_M, at=at_M)
 
 
 def _multiply(
@@ -133,12 +135,12 @@ def _multiply(
     segments: Segments,
     tiles: Tiles,
     stored: bool,
+    bias: Tensor | None,
+    probs: Tensor | None,
     *,
     out: Tensor | None = None,
     out_stored: bool = False,
     at: Tensor | None = None,
-    bias: Tensor | None = None,
-    probs: Tensor | None = None,
 ) -> None:
     """Launch the kernel of both products: results go to `out`, or to the addresses `at`."""
     assert segments.tiles is not None
@@ -318,23 +320,21 @@ def _rows_times_weights_kernel(
         # In two halves: the buffer through which a tile is stored takes half the shared memory,
         # which leaves room for a fourth stage.
         left, right = _halves(sums, ROWS, COLUMNS)
+        n, o = row + tl.arange(0, ROWS), column + tl.arange(0, half)
+        if bias is not None:
+            prob = tl.load(probs + n, mask=n < end, other=0).to(tl.float32)
+            of_expert = bias + expert.to(tl.int64) * width_out
+            left = _add_bias(left, of_expert, prob, o, width_out, dtype)
+            right = _add_bias(right, of_expert, prob, o + half, width_out, dtype)
         if out is not None:
             shape: tl.constexpr = (1, 1, ROWS, half)
-            n, last = row - out_first, end - out_first
-            out.store(_place(n, last, column), left.to(dtype).reshape(shape))
-            out.store(_place(n, last, column + half), right.to(dtype).reshape(shape))
+            begin, last = row - out_first, end - out_first
+            out.store(_place(begin, last, column), left.to(dtype).reshape(shape))
+            out.store(_place(begin, last, column + half), right.to(dtype).reshape(shape))
         else:
-            n = row + tl.arange(0, ROWS)
             place = tl.load(at + n, mask=n < end, other=0).to(tl.pointer_type(dtype))
             place = tl.multiple_of(place, [16])[:, None]
-            here = (n < end)[:, None]
-            o = column + tl.arange(0, half)
-            if bias is not None:
-                prob = tl.load(probs + n, mask=n < end, other=0).to(tl.float32)
-                of_expert = bias + expert.to(tl.int64) * width_out
-                left = _add_bias(left, of_expert, prob, o, width_out, dtype)
-                right = _add_bias(right, of_expert, prob, o + half, width_out, dtype)
-            across = o[None, :]
+            here, across = (n < end)[:, None], o[None, :]
             tl.store(place + across, left.to(dtype), mask=here & (across < width_out))
             across += half
             tl.store(place + across, right.to(dtype), mask=here & (across < width_out))
@@ -342,7 +342,7 @@ def _rows_times_weights_kernel(
 
 @triton.jit
 def _add_bias(sums, bias, prob, o, width_out, dtype: tl.constexpr):
-    """Add as `kernels.grouped.add_bias` does: to rounded sums."""
+    """Add to rounded sums, so that a bias of zeros changes nothing."""
     added = tl.load(bias + o, mask=o < width_out, other=0).to(tl.float32)
     return sums.to(dtype).to(tl.float32) + prob[:, None] * added[None, :]
 

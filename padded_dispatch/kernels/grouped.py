@@ -1,4 +1,4 @@
-"""A bias per expert over packed rows: add it, sum rows by expert, multiply rows by a vector.
+"""Gradients of a bias per expert over packed rows: sum rows by expert, multiply rows by a vector.
 
 `kernels.Segments` says where the rows lie, and which of them are real: all is read from the device.
 Launches follow the multiprocessors of a GPU, not the rows that there is room for: programs take
@@ -44,65 +44,6 @@ def expert_of(row, offsets, num_sources, num_experts, EXPERTS: tl.constexpr):
     valid = expert < num_experts
     end = tl.load(offsets + (expert + 1) * num_sources, mask=valid, other=2147483647)
     return tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
-
-
-def add_bias(rows_NO: Tensor, bias_LO: Tensor, prob_M: Tensor, segments: Segments) -> None:
-    """Add `prob * bias[l]` to every expert's rows, in place.
-
-    Args:
-        rows_NO: loose, contiguous.
-        bias_LO: contiguous.
-        prob_M: stored.
-        segments: where the rows of each expert lie.
-
-    Example: the loose rows `[[1], [2], [3]]`, `bias = [[10], [20]]`, `prob = [nan, 1, 1, .5]` and
-    `offsets = [1, 2, 4]` leave `[[11], [22], [13]]`.
-    """
-    width = rows_NO.shape[1]
-    rows, block = tile(width)
-    _add_bias_kernel[programs(rows_NO)](
-        rows_NO,
-        bias_LO,
-        prob_M,
-        segments.offsets,
-        segments.num_sources,
-        segments.num_experts,
-        width,
-        EXPERTS=triton.next_power_of_2(segments.num_experts),
-        ROWS=rows,
-        BLOCK=block,
-        BLOCKS=triton.cdiv(width, block),
-        WIDE=wide(rows_NO),
-    )
-
-
-@triton.jit
-def _add_bias_kernel(
-    rows,
-    bias,
-    probs,
-    offsets,
-    num_sources,
-    num_experts,
-    width,
-    EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    base, end = tl.load(offsets), tl.load(offsets + num_experts * num_sources)
-    num_blocks = tl.cdiv(end - base, ROWS) * BLOCKS
-    for block in tl.range(tl.program_id(0), num_blocks, tl.num_programs(0)):
-        row = (base + block // BLOCKS * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        expert = expert_of(row, offsets, num_sources, num_experts, EXPERTS)[:, None]
-        column = (block % BLOCKS * BLOCK + tl.arange(0, BLOCK))[None, :]
-        valid = (row < end)[:, None] & (column < width)
-        place = rows + (row - base)[:, None] * width + column
-        value = tl.load(place, mask=valid, other=0).to(WIDE)
-        added = tl.load(bias + expert * width + column, mask=valid, other=0).to(WIDE)
-        value += tl.load(probs + row, mask=row < end, other=0).to(WIDE)[:, None] * added
-        tl.store(place, value.to(rows.dtype.element_ty), mask=valid)
 
 
 def sum_rows(rows: Tensor, weights_M: Tensor | None, segments: Segments, *, stored: bool) -> Tensor:

@@ -5,7 +5,6 @@ Each test has a group of its own, since a mirror is of no more use after such an
 
 import gc
 import os
-import socket
 import threading
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,6 @@ from padded_dispatch.exchange import mirror as mirror_module
 from padded_dispatch.exchange.mirror import (
     AbsentRanksError,
     Mirror,
-    _answers,
     _numbered,
     _wait,
     _within,
@@ -41,7 +39,7 @@ def errors_of_calls(mirror: Mirror, *limits_s: float) -> list[str]:
     errors = []
     for number, limit_s in enumerate(limits_s, start=2):
         with pytest.raises(AbsentRanksError) as caught:
-            mirror.is_same(own_row(), limit_s, f"call {number} of layer 1")
+            mirror.gather(own_row(), limit_s, f"call {number} of layer 1")
         errors.append(str(caught.value))
     return errors
 
@@ -64,7 +62,7 @@ def _late_in_a_grid(late: int) -> tuple[list[int], list[str]]:
     if not is_late:
         dist.barrier()
     assert mirror.ranks == [0, 1, 2, 3]
-    return torch.stack(rows).tolist(), errors
+    return rows.tolist(), errors
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])  # The first rank compares the rows.
@@ -78,18 +76,6 @@ def test_all_ranks_of_a_grid_raise_one_error_also_the_late_one(pool4, late):
     assert "give the process groups a longer timeout" in words
     rows = [[rank, 7] for rank in range(4)]
     assert results == [(rows, [words, words])] * 4
-
-
-def _what_ranks_hear() -> list[bool]:
-    """Return what the ranks hear: all pass the same row, then each in turn another one."""
-    mirror, me = Mirror([dist.new_group()], LONG_S), dist.get_rank()
-    other = [-1, *range(dist.get_world_size()), -1]
-    return [mirror.is_same(torch.tensor([5, int(me == rank)]), LONG_S, "") for rank in other]
-
-
-def test_all_ranks_hear_that_any_one_differs(pool4):
-    answers = [True, False, False, False, False, True]
-    assert pool4.run(_what_ranks_hear, timeout_s=60) == [answers] * 4
 
 
 def _two_are_late(hosts: list[str]) -> str:
@@ -116,7 +102,7 @@ def _one_ends() -> None:
     mirror.gather(own_row(), LONG_S, "call 1 of layer 1")
     if dist.get_rank() == 1:
         os._exit(3)
-    mirror.is_same(own_row(), LONG_S, "call 2 of layer 1")
+    mirror.gather(own_row(), LONG_S, "call 2 of layer 1")
 
 
 def test_a_process_that_ends_is_named_long_before_the_limit(monkeypatch):
@@ -159,12 +145,28 @@ def test_a_process_that_ends_is_named_where_a_collective_failed(monkeypatch):
         )
 
 
-def test_a_process_is_asked_at_its_address():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        place = ["here", *server.getsockname()]
-        assert _answers(place, "here")
-    assert not _answers(place, "here")
-    assert _answers(place, "there")  # From there the loopback is another machine.
+def _one_waits_and_one_is_lost() -> str:
+    """Rank 1 has ended; rank 0 sees it in `gather`, which closes its connections, rank 2 beside."""
+    mirror = Mirror([dist.new_group()], LONG_S)
+    mirror.gather(own_row(), LONG_S, "call 1 of layer 1")
+    if dist.get_rank() == 1:
+        os._exit(3)
+    if dist.get_rank() == 0:
+        mirror.gather(own_row(), LONG_S, "call 2 of layer 1")
+    while not mirror._store.check(["waits/0"]):
+        pass
+    mirror.require_all_alive()
+    return ""
+
+
+def test_a_rank_that_waits_is_not_taken_for_one_that_has_ended(monkeypatch):
+    monkeypatch.setattr(workers, "_PEERS_S", 30.0)
+    with WorkerPool(3) as pool, pytest.raises(WorkerError) as caught:
+        pool.run(_one_waits_and_one_is_lost, timeout_s=60)
+    errors = caught.value.errors
+    assert isinstance(errors[0], AbsentRanksError)
+    assert str(errors[0]) == str(errors[2])
+    assert "from rank 1;" in str(errors[0]) or "from the process of rank 1;" in str(errors[0])
 
 
 def test_errors_of_one_rank_stay_as_they_are():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP, Segments, gemm
-from padded_dispatch.kernels.grouped import add_bias
 from tests.support.device import DEVICE, equal, here
 from tests.support.segments import in_store, operand, real, segments_of
 
@@ -181,12 +180,34 @@ def test_rows_at_addresses_are_those_of_the_product(
     given = operand(rows, segments, stored), weight_LOI, segments
     bias = {"bias_LO": bias_LO, "prob_M": prob_M}
     gemm.rows_times_weights_at(*given, at_M, stored=stored, **bias, tiles=SMALL)
-    product_NO = gemm.rows_times_weights(*given, stored=stored, tiles=SMALL)
-    if bias_LO is not None and prob_M is not None:
-        add_bias(product_NO, bias_LO, prob_M, segments)
+    product_NO = gemm.rows_times_weights(*given, stored=stored, **bias, tiles=SMALL)
     expected_NO = torch.full_like(buffer_NO, 7.0)
     expected_NO[here(places)] = real(product_NO, segments, False)
     equal((buffer_NO, expected_NO))
+
+
+@ROWS
+@STORED
+def test_a_bias_is_added_to_the_rounded_product(counts, base, num_sources, stored):
+    """2049 is not an fp16, nor 257 a bf16: it rounds down before a bias is added."""
+    segments = tiled(counts, base=base, num_sources=num_sources)
+    rows_nI = torch.zeros(sum(counts), 24, dtype=DTYPE)
+    weight_LOI = torch.zeros(len(counts), 40, 24, dtype=DTYPE)
+    big, bias_L = 2 / torch.finfo(DTYPE).eps, 2.0 * torch.arange(len(counts))
+    rows_nI[:, 0], rows_nI[:, 1], weight_LOI[..., 0], weight_LOI[..., 1] = big, 1, 1, 1
+    bias_LO = bias_L[:, None].expand(-1, 40).contiguous().to(DTYPE)
+    prob_n = torch.arange(1.0, sum(counts) + 1) / 2
+    out_NO = gemm.rows_times_weights(
+        operand(rows_nI, segments, stored),
+        here(weight_LOI),
+        segments,
+        stored=stored,
+        bias_LO=here(bias_LO),
+        prob_M=here(in_store(prob_n, base)),
+        tiles=SMALL,
+    )
+    expected_n = (big + prob_n * bias_L.repeat_interleave(torch.tensor(counts))).to(DTYPE)
+    equal((real(out_NO, segments, False), expected_n[:, None].expand(-1, 40)))
 
 
 @ROWS

@@ -14,12 +14,6 @@ from tests.support.segments import in_store, operand, real, segments_of
 NAN = torch.nan
 
 
-def test_add_bias_example():
-    rows_NO, segments = here([[1.0], [2.0], [3.0]]), segments_of([1, 2], base=1)
-    grouped.add_bias(rows_NO, here([[10.0], [20.0]]), here([NAN, 1, 1, 0.5]), segments)
-    assert rows_NO.tolist() == [[11.0], [22.0], [13.0]]
-
-
 def test_sum_rows_example():
     rows_NO, weights_M = here([[1.0], [2.0], [3.0]]), here([NAN, 1, 1, 0.5])
     sums_LO = grouped.sum_rows(rows_NO, weights_M, segments_of([1, 0, 2], base=1), stored=False)
@@ -54,10 +48,6 @@ def test_biases(counts, base, num_sources, width, dtype):
     bias_nO = bias_LO.repeat_interleave(torch.tensor(counts), 0)
     prob_M, loose_NO = here(in_store(prob_n, base)), operand(rows_nO, segments, stored=False)
 
-    biased_NO = loose_NO.clone()
-    grouped.add_bias(biased_NO, here(bias_LO), prob_M, segments)
-    assert biased_NO[num_rows:].isnan().all()
-    equal((real(biased_NO, segments, False), rows_nO + prob_n[:, None] * bias_nO))
     for weights_M, weighted_nO in ((None, rows_nO), (prob_M, rows_nO * prob_n[:, None])):
         expected_LO = torch.stack([rows.sum(0) for rows in weighted_nO.split(counts)])
         for stored in (True, False):

@@ -137,7 +137,7 @@ def test_what_is_repeated_or_below_the_threshold_is_not_said(caplog, options):
         for layer in chunk:
             layer.token_dispatcher.configs.retried = True
         passes(chunk)
-        assert telemetry.read().training.dropped.all()
+        assert telemetry.read().training.dropped_share.all()
     assert caplog.messages == []
 
 
@@ -199,7 +199,7 @@ def test_scalars_have_megatrons_kind_of_names():
     assert written["moe/dropped"] == snapshots.training.figures()["dropped"]
     assert len(written) == len(snapshots.training.figures())
     of_layers = scalars(snapshots, per_layer=True)
-    assert of_layers["moe/fill_layer_1"] == snapshots.training.fill[0]
+    assert of_layers["moe/fill_layer_1"] == snapshots.training.figures_of_layers()["fill"][0]
     assert of_layers["moe/fill_layer_2"] == 0.0
     assert not any(name.startswith("moe-held-out") for name in of_layers)
     assert len(of_layers) - len(written) == 2 * 2 * tiny.TOP_K
@@ -257,7 +257,7 @@ def test_two_ranks_are_summed_and_idle_passes_belong_to_a_rank(pool2):
     assert np.array_equal(snapshot.demand_YE, again.demand_YE)
     assert snapshot.num_passes_Y.tolist() == [6, 6]
     assert snapshot.idle_passes_YR.tolist() == [[0, 0], [0, 3]]
-    assert snapshot.rank_overload[1] == 2.0
+    assert snapshot.figures_of_layers()["rank_overload"][1] == 2.0
 
 
 def _over_two_stages(on_overflow: Any) -> tuple[Any, Any, str]:

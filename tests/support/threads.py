@@ -157,21 +157,15 @@ class ThreadedMirror:
         self.num_agreements = 0
         self._groups = groups
         own = torch.tensor([dist.get_rank()])
-        self.ranks = [int(rank) for rank in self.gather(own, limit_s, "its creation")]
+        self.ranks = self.gather(own, limit_s, "its creation").flatten().tolist()
 
-    def is_same(self, row: torch.Tensor, limit_s: float, where: str) -> bool:
-        largest = torch.cat([row, ~row])  # ~row falls where row rises.
-        for group in self._groups:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        return torch.equal(largest[: len(row)], ~largest[len(row) :])
-
-    def gather(self, row: torch.Tensor, limit_s: float, where: str) -> list[torch.Tensor]:
+    def gather(self, row: torch.Tensor, limit_s: float, where: str) -> torch.Tensor:
         rows = row[None]
         for group in self._groups:
             gathered = rows.new_empty(group.size() * len(rows), *row.shape)
             group.start("allgather", _all_gather, gathered, rows)
             rows = gathered
-        return list(rows)
+        return rows
 
 
 def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
