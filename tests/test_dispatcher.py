@@ -24,7 +24,7 @@ from tests.support.whole_layers import (
     stacks_are_empty,
 )
 
-RANKS = pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (1, 2), (4, 1), (2, 2), (8, 1)])
+RANKS = pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (1, 4), (4, 1), (2, 2), (8, 1)])
 POOLS = pytest.mark.parametrize("pool", ["store", "expert", "padded"])
 
 
@@ -154,12 +154,6 @@ def test_sixty_four_ranks_are_the_oracle():
     check(make_case(config_of("store", 64), ["hot", "masked"], num_tokens=3), "store")
 
 
-@pytest.mark.parametrize("pool", ["store", "padded"])
-def test_one_group_may_span_the_ranks_twice(pool):
-    """All ranks split the experts, and none holds others."""
-    check(make_case(config_of(pool, 1, 4), ["thin", "hot"]), pool)
-
-
 def test_padded_rows_need_slots_of_their_own():
     expected = r"^capacity_pool must be 'expert' with experts that read padded cells, got 'store'"
     dispatcher = PaddedDispatcher(config_of("store"))
@@ -194,10 +188,10 @@ def test_direct_stores_need_gpus_and_packed_experts(packed):
 
 
 def _differing(what: str) -> str:
-    """Give rank 1 other tokens, another method or another exchange; return the error."""
+    """Give rank 1 another method or another exchange; return the error."""
     config, other = DispatchConfig(num_experts=4, top_k=2, num_ranks=2), dist.get_rank() == 1
     exchange: Any = "direct" if what == "exchange" and other else "auto"
-    num_tokens = {"T": 3 + other, "none": 0}.get(what, 3)
+    num_tokens = 0 if what == "none" else 3
     given = torch.zeros(num_tokens, 3), torch.zeros(num_tokens, 4), torch.zeros(num_tokens, 4) > 0
     weights = ExpertWeights(fc1_LGD=torch.zeros(2, 2, 3), fc2_LDF=torch.zeros(2, 3, 1))
     try:
@@ -214,7 +208,6 @@ def _differing(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("T", "T is 3 on rank 0, 4 on rank 1"),
         ("exchange", "exchange is auto on rank 0, direct on rank 1"),
         ("method", "packed is True on rank 0, False on rank 1"),
         ("none", "num_tokens must be at least 1, got 0"),
