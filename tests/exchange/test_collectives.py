@@ -61,17 +61,11 @@ def factor(expert: Tensor, shard: int) -> Tensor:
     return (expert + 1 + 100 * shard).double()
 
 
-def groups(num_ranks: int, etp_size: int) -> tuple[Any, Any, int]:
-    """Return the groups of a thread, and its number as a source."""
-    here = grid.__wrapped__(num_ranks, etp_size)
-    return here.group, here.etp_group, here.i
-
-
 def there_and_back(
     num_ranks: int, etp_size: int, tokens_of: list[int], num_slots: int, routing: str
 ) -> dict[str, Any]:
     """Send a pass to experts that scale rows, and back; return what the rank saw."""
-    group, etp_group, shard = groups(num_ranks, etp_size)
+    group, etp_group, shard = grid(num_ranks, etp_size)
     source = dist.get_rank()
     num_experts = num_ranks * LOCAL
     given = inputs(source, tokens_of[source], num_experts, routing)
@@ -197,7 +191,7 @@ def _shards_and_ranks() -> list[Tensor]:
     """Return sums of 256 and ones in bf16 over etp ranks, and over ranks, and their transposes."""
     found = []
     for num_ranks, etp_size in ((1, 4), (4, 1)):
-        group, etp_group, _ = groups(num_ranks, etp_size)
+        group, etp_group, _ = grid(num_ranks, etp_size)
         tokens_TD = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
         plan = make_plan(torch.ones(1, num_ranks, dtype=torch.bool), top_k=num_ranks)
         exchange = Collectives(1, group, etp_group)

@@ -109,10 +109,10 @@ def test_nothing_is_read_that_a_pass_has_not_written():
 
 
 def _collectives(num_ranks: int, etp_size: int, layer: Layer, routing: str) -> list[str]:
-    here = grid.__wrapped__(num_ranks, etp_size)
-    exchange = Collectives(layer.local_experts, here.group, here.etp_group, "position")
+    group, etp_group, shard = grid(num_ranks, etp_size)
+    exchange = Collectives(layer.local_experts, group, etp_group, "position")
     inputs = make_inputs(layer, routing, 0, CPU, exchange)
-    return differences(step(exchange, layer, inputs, here.i), expected(layer, inputs, etp_size))
+    return differences(step(exchange, layer, inputs, shard), expected(layer, inputs, etp_size))
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,7 @@ class Layer(nn.Module):
 
     def __init__(self, options: PaddedOptions = PACKED, **changes: Any) -> None:
         super().__init__()
-        case = LayerCase(
-            name="", device="cuda", dtype=torch.bfloat16, options=options, **SIZES, **changes
-        )
+        case = LayerCase(device="cuda", dtype=torch.bfloat16, options=options, **SIZES, **changes)
         self.moe = build_layer(case, "padded_alltoall")
         with torch.no_grad():
             for name, parameter in self.named_parameters():

@@ -1,6 +1,7 @@
 """Megatron in this process alone, for modules that ask for it."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
@@ -16,12 +17,25 @@ def one_process() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def default_group() -> Iterator[None]:
+    """Make a default group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Provide a default group of this process alone, without Megatron's groups."""
+    with default_group():
+        yield
+
+
 @pytest.fixture(scope="module")
 def megatron() -> Iterator[None]:
     """Set up Megatron in this process alone, with the stand-in for CUDA graphs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with world(Model(graph="layer")):
-            yield
-    finally:
-        dist.destroy_process_group()
+    with default_group(), world(Model(graph="layer")):
+        yield

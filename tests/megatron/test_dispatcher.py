@@ -5,57 +5,36 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.config import log_once
 from tests.support import tiny
+from tests.support.parity import megatron
 
 pytestmark = pytest.mark.usefixtures("one_process")
-
-
-def routing(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities and a map with two experts per token, few of them expert 3's."""
-    probs_TE = torch.rand(num_tokens, 4, dtype=torch.float64) + torch.tensor([0.4, 0.3, 0.2, 0.0])
-    return probs_TE, torch.zeros_like(probs_TE, dtype=torch.bool).scatter(
-        1, probs_TE.topk(2).indices, True
-    )
-
-
-@pytest.mark.parametrize("shape", [(6, 2), (1, 1), (3, 5)])
-def test_identity_experts_give_tokens_times_kept_probabilities(shape):
-    dispatcher = tiny.padded_layer().token_dispatcher
-    hidden = torch.randn(*shape, tiny.HIDDEN, dtype=torch.float64)
-    probs_TE, map_TE = routing(hidden[..., 0].numel())
-    rows, meta = dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE)
-    rows, meta = dispatcher.token_dispatch(rows, meta)
-    rows_ND, rows_per_expert, probs_N = dispatcher.dispatch_postprocess(rows, meta)
-    num_tokens = hidden[..., 0].numel()
-    assert rows_per_expert.tolist() == [num_tokens] * 4
-    assert rows_per_expert.device.type == "cpu" and rows_per_expert.dtype == torch.int64
-    assert rows_ND.shape == (4 * num_tokens, tiny.HIDDEN)
-    out = dispatcher.combine_preprocess(rows_ND * probs_N[:, None])
-    out = dispatcher.combine_postprocess(dispatcher.token_combine(out))
-    kept_probs_TE = torch.where(map_TE, probs_TE, 0)
-    expected = hidden * kept_probs_TE.sum(1).view(*shape, 1)
-    torch.testing.assert_close(out, expected, rtol=1e-15, atol=1e-15)
-
-
-def test_padded_rows_are_zero_and_only_they():
-    dispatcher = tiny.padded_layer().token_dispatcher
-    hidden = torch.randn(4, 2, tiny.HIDDEN).abs() + 1
-    probs_TE, map_TE = routing(8)
-    given = dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE.float())
-    rows_ND, _, probs_N = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*given))
-    real_N = (torch.arange(8) < map_TE.sum(0)[:, None]).flatten()
-    assert torch.equal((rows_ND != 0).all(1), real_N)
-    assert torch.equal((rows_ND != 0).any(1), real_N)
-    assert torch.equal(probs_N != 0, real_N)
 
 
 def test_no_tokens_raise():
     with pytest.raises(ValueError, match="num_tokens must be at least 1, got 0"):
         tiny.padded_layer()(torch.randn(0, 2, tiny.HIDDEN))
+
+
+def _no_token_on_rank_0() -> str:
+    with megatron("cpu", expert_model_parallel_size=2):
+        made = tiny.padded_layer(moe_expert_capacity_factor=0.5).eval()
+        try:
+            made(torch.randn(5 * dist.get_rank(), 1, tiny.HIDDEN))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_without_tokens_raises_on_all(pool2):
+    first, second = pool2.run(_no_token_on_rank_0)
+    assert first == second
+    assert "T is 0 on rank 0, any but 0 on rank 1" in first
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -86,18 +86,6 @@ def rooms_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("num_tokens", [1, 7, 30])
-def test_one_rank_with_a_factor_of_one_drops_nothing(num_tokens):
-    ours, whole = layer("store", 1.0), layer("expert", None)
-    found, expected = run(ours, tokens(num_tokens)), run(whole, tokens(num_tokens))
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
-    counters = ours.token_dispatcher.counters
-    assert counters.kept_E.tolist() == counters.demand_E.tolist()
-    assert counters.max_need == num_tokens * K
-    assert counters.num_unplaced == 0
-
-
-@pytest.mark.usefixtures("one_process")
 def test_a_layer_leaves_room_for_those_that_follow(caplog):
     """Three layers with half of the room: none is left with less than half of its share."""
     layers = chain(3, 0.5)
@@ -183,30 +171,6 @@ def test_evaluation_takes_its_own_rooms_where_it_has_a_factor(rooms_of, monkeypa
     monkeypatch.setattr("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", True)
     layer("store", 1.0).eval()(tokens(6))
     assert rooms_of == ["scratch", "scratch"]
-
-
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("frozen", [(), ("linear_fc1",), ("linear_fc2",)])
-def test_passes_in_flight_do_not_disturb_each_other(frozen):
-    """As in a pipeline; a pass breaks off, and one without gradients comes in between."""
-    layers = chain(2, 1.0)
-    for name in frozen:
-        getattr(layers[0].experts, name).weight.requires_grad_(False)
-    given = [tokens(9, seed).requires_grad_() for seed in range(3)]
-    expected = []
-    for one in given:
-        through(layers, one).square().sum().backward()
-        expected.append([one.grad, *grads(layers)])
-        one.grad = None
-    broken = layers[0](given[0])[0]
-    outputs = [through(layers, one) for one in given]
-    with torch.no_grad():
-        through(layers, given[1])
-    for one, output, wanted in zip(given, outputs, expected, strict=True):
-        output.square().sum().backward()
-        for found, value in zip([one.grad, *grads(layers)], wanted, strict=True):
-            assert torch.equal(found, value)
-    assert broken.requires_grad
 
 
 @pytest.mark.usefixtures("one_process")
@@ -298,19 +262,6 @@ def _evaluation_fits(pool: str) -> Any:
 def test_evaluation_drops_nothing_and_equals_a_dropless_one(pool2, pool):
     both = torch.tensor(pool2.run(_over_two_ranks, _evaluation_fits, pool)).sum(0)
     assert torch.equal(*both) and both[0].sum() == 2 * (12 + 10 + 12) * K
-
-
-@pytest.mark.usefixtures("one_process")
-def test_evaluation_is_that_of_a_dropless_stock_layer():
-    """Bit by bit: Megatron's own experts compute the same rows, in products of many rows."""
-    stock = tiny.layer(tiny.config("allgather")).eval()
-    options = PaddedOptions(experts="module")
-    ours = tiny.padded_layer(options, moe_expert_capacity_factor=0.5).eval()
-    ours.load_state_dict(stock.state_dict())
-    with torch.no_grad():
-        output, expected = (one(tokens(64))[0] for one in (ours, stock))
-    assert torch.equal(output, expected)
-    assert ours.token_dispatcher.eval_counters.max_need > 64 * K / E * 0.5  # Training would drop.
 
 
 @pytest.mark.usefixtures("one_process")

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer import cuda_graphs
 
 from padded_dispatch.config import FIT, NO_DROP
@@ -57,3 +58,16 @@ def test_evaluation_in_a_capture_is_as_training_and_text_generation_drops_nothin
                     factors.append(configs.now.capacity_factor)
                 assert configs.now.capacity_factor == FIT
     assert factors == [*[1.5, NO_DROP] * 2, *[FIT, NO_DROP] * 2]
+
+
+@pytest.mark.parametrize("fields", [{}, iteration_graph()], ids=["no graph", "full iterations"])
+def test_factors_in_text_generation(monkeypatch, fields):
+    """In torch's inference mode, as in Megatron's engines; C = T where a pass is captured."""
+    config, factors = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=0.5, **fields), {}
+    for option in (None, FIT, 2.0):
+        configs, factors[option] = layer_configs(config, training=False, eval_factor=option), []
+        for flag in (False, True):
+            monkeypatch.setattr(cuda_graphs, "_IS_GRAPH_WARMUP", flag)
+            with torch.inference_mode():
+                factors[option].append(configs.now.capacity_factor)
+    assert factors == {None: [FIT, NO_DROP], FIT: [FIT, NO_DROP], 2.0: [2.0, 2.0]}

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from padded_dispatch.megatron import PaddedOptions, Retry, install, uninstall
@@ -25,13 +24,11 @@ FIGURES = ["moe/dropped", "moe/fill", "moe/needed_factor", "moe/expert_overload"
 
 
 @pytest.fixture
-def loop(monkeypatch) -> Iterator[Any]:
+def loop(alone, monkeypatch) -> Iterator[Any]:
     """Provide a stand-in for Megatron-LM's module, which trains six steps, a line every two."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with world(CASE):
         yield stand_in(monkeypatch, CASE)
         uninstall()
-    dist.destroy_process_group()
 
 
 def step(loop: Any, training: Training, number: int = 0) -> Any:

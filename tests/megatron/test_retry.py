@@ -45,14 +45,6 @@ from tests.support.training import (
 HALF = dataclasses.replace(RETRIED, dtype=torch.float16, steps=6)
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """Provide a default group of this process alone, without Megatron's groups."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_an_overflow_in_the_run_that_is_taken_back_leaves_the_loss_scale_alone(alone):
     case = HALF
     with world(case):

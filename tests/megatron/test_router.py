@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
-from torch.overrides import TorchFunctionMode
 
 from padded_dispatch.config import POLICIES
 from padded_dispatch.megatron import PaddedOptions
@@ -119,37 +118,6 @@ def test_recompute_is_counted_once_and_evaluation_separately():
     assert eval_counters.kept_E.tolist() == [4, 4, 0, 0]
     assert eval_counters.num_passes.item() == 2
     assert counters.num_passes.item() == 1
-
-
-class UnsortedWithoutGradients(TorchFunctionMode):
-    """Megatron's router from 0.18 on, in any version."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.topk:
-            kwargs = {"sorted": torch.is_grad_enabled(), **(kwargs or {})}
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_first_pass_of_recompute_has_the_bits_of_the_second():
-    made = tiny.padded_layer(num_moe_experts=64, moe_router_topk=8)
-    hidden = torch.randn(50, 1, tiny.HIDDEN)
-    results = []
-    for training, gradients in [(True, False), (True, True), (False, False)]:
-        made.train(training)
-        with UnsortedWithoutGradients(), torch.set_grad_enabled(gradients):
-            results.append(made.router(hidden)[0])
-    first, second, evaluation = results
-    assert torch.equal(first, second)
-    assert not torch.equal(evaluation, second)  # As stock's.
-
-
-EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-
-
-def test_expert_bias_sees_demand():
-    route = router(moe_expert_capacity_factor=0.5, **EXPERT_BIAS)
-    route(tokens())
-    assert route.local_tokens_per_expert.tolist() == [T, T, 0, 0]
 
 
 def test_dropping_does_not_change_the_aux_loss():

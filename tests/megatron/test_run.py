@@ -94,15 +94,3 @@ def test_a_mistake_is_named(capsys, line, message):
         read(line.split())
     assert end.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_help_shows_our_options_and_takes_no_torch():
-    code = (
-        "import sys; from padded_dispatch.megatron.run import read\n"
-        "try: read(['--help'])\nexcept SystemExit as end: assert not end.code\n"
-        "print('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert "--padded-capacity-pool" in done.stdout and done.stdout.endswith("\nFalse\n")

@@ -15,6 +15,8 @@ from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.telemetry import Telemetry, scalars
 from tests.support import parity, tiny
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 E, T = tiny.NUM_EXPERTS, 13
 OPTIONS = {field.name for field in dataclasses.fields(PaddedOptions)}
 
@@ -70,23 +72,22 @@ def run(layer: Any, seed: int, *, training: bool = True) -> None:
 
 def test_snapshots_come_one_step_after_each_read_was_started():
     """Reads start in the first step, which a run should not wait for, and in steps 3 and 6."""
-    with tiny.one_process():
-        chunk = model(1)
-        counts, _ = watch(chunk[0])
-        telemetry = Telemetry([chunk], every=3)
-        found = {}
-        for step in range(1, 9):
-            run(chunk[0], step)
-            found[step] = telemetry.step()
-        found[9] = telemetry.read()
-        found = {step: snapshots for step, snapshots in found.items() if snapshots is not None}
-        ends = {step: (one.step, one.num_steps) for step, one in found.items()}
-        assert ends == {2: (1, 1), 4: (3, 2), 7: (6, 3), 9: (8, 2)}
-        parts = [snapshots.training for snapshots in found.values()]
-        assert [int(part.num_passes_Y[0]) for part in parts] == [1, 2, 3, 2]
-        assert sum(part.demand_YE[0] for part in parts).tolist() == counts.demand_E.tolist()
-        assert sum(part.kept_YE[0] for part in parts).tolist() == counts.kept_E.tolist()
-        assert max(int(part.max_need_Y[0]) for part in parts) == counts.largest
+    chunk = model(1)
+    counts, _ = watch(chunk[0])
+    telemetry = Telemetry([chunk], every=3)
+    found = {}
+    for step in range(1, 9):
+        run(chunk[0], step)
+        found[step] = telemetry.step()
+    found[9] = telemetry.read()
+    found = {step: snapshots for step, snapshots in found.items() if snapshots is not None}
+    ends = {step: (one.step, one.num_steps) for step, one in found.items()}
+    assert ends == {2: (1, 1), 4: (3, 2), 7: (6, 3), 9: (8, 2)}
+    parts = [snapshots.training for snapshots in found.values()]
+    assert [int(part.num_passes_Y[0]) for part in parts] == [1, 2, 3, 2]
+    assert sum(part.demand_YE[0] for part in parts).tolist() == counts.demand_E.tolist()
+    assert sum(part.kept_YE[0] for part in parts).tolist() == counts.kept_E.tolist()
+    assert max(int(part.max_need_Y[0]) for part in parts) == counts.largest
 
 
 def overflowing(numbers: tuple[int, ...] = (1, 2), **options: Any) -> tuple[Any, Telemetry]:
@@ -106,7 +107,7 @@ def passes(chunk: Any) -> None:
 
 
 def test_drops_are_said_in_words_and_more_and_more_rarely(caplog):
-    with tiny.one_process(), caplog.at_level(logging.WARNING, "padded_dispatch"):
+    with caplog.at_level(logging.WARNING, "padded_dispatch"):
         chunk, telemetry = overflowing()
         passes(chunk)
         assert telemetry.step() is None and caplog.messages == []
@@ -132,68 +133,61 @@ def test_drops_are_said_in_words_and_more_and_more_rarely(caplog):
     "options", [{"on_overflow": "retry"}, {"overflow_threshold": 0.7}], ids=lambda given: [*given]
 )
 def test_what_is_repeated_or_below_the_threshold_is_not_said(caplog, options):
-    with tiny.one_process():
-        chunk, telemetry = overflowing(**options)
-        for layer in chunk:
-            layer.token_dispatcher.configs.retried = True
-        passes(chunk)
-        assert telemetry.read().training.dropped_share.all()
+    chunk, telemetry = overflowing(**options)
+    for layer in chunk:
+        layer.token_dispatcher.configs.retried = True
+    passes(chunk)
+    assert telemetry.read().training.dropped_share.all()
     assert caplog.messages == []
 
 
 def test_an_error_ends_the_run_and_needs_telemetry():
-    with tiny.one_process():
-        chunk = model(1, on_overflow="error")
-        words = "^a training loop must have a Telemetry to follow on_overflow='error', got none"
-        with pytest.raises(ValueError, match=words):
-            run(chunk[0], 1)
-        run(chunk[0], 1, training=False)
-        chunk, telemetry = overflowing(on_overflow="error", overflow_threshold=0.1)
-        passes(chunk)
+    chunk = model(1, on_overflow="error")
+    words = "^a training loop must have a Telemetry to follow on_overflow='error', got none"
+    with pytest.raises(ValueError, match=words):
+        run(chunk[0], 1)
+    run(chunk[0], 1, training=False)
+    chunk, telemetry = overflowing(on_overflow="error", overflow_threshold=0.1)
+    passes(chunk)
+    telemetry.step()
+    words = r"^on_overflow='error': 69.23% of the rows of layer 2 .*, or raise overflow_th.*0.1$"
+    with pytest.raises(RuntimeError, match=words):
         telemetry.step()
-        words = (
-            r"^on_overflow='error': 69.23% of the rows of layer 2 .*, or raise overflow_th.*0.1$"
-        )
-        with pytest.raises(RuntimeError, match=words):
-            telemetry.step()
 
 
 def test_an_early_read_loses_nothing_of_a_pending_one():
-    with tiny.one_process():
-        chunk = model(1)
-        counts, _ = watch(chunk[0])
-        telemetry = Telemetry([chunk], every=1)
-        run(chunk[0], 1)
-        assert telemetry.step() is None
-        snapshot = telemetry.read().training
-        assert snapshot.demand_YE[0].tolist() == counts.demand_E.tolist()
-        assert snapshot.max_need_Y[0] == counts.largest
-        empty = telemetry.read().training
-        assert not empty.demand_YE.any() and empty.max_need_Y[0] == 0 and empty.figures() == {}
+    chunk = model(1)
+    counts, _ = watch(chunk[0])
+    telemetry = Telemetry([chunk], every=1)
+    run(chunk[0], 1)
+    assert telemetry.step() is None
+    snapshot = telemetry.read().training
+    assert snapshot.demand_YE[0].tolist() == counts.demand_E.tolist()
+    assert snapshot.max_need_Y[0] == counts.largest
+    empty = telemetry.read().training
+    assert not empty.demand_YE.any() and empty.max_need_Y[0] == 0 and empty.figures() == {}
 
 
 def test_earlier_counts_are_left_out_and_totals_may_wrap():
-    with tiny.one_process():
-        chunk = model(1)
-        run(chunk[0], 1)
-        counters = chunk[0].token_dispatcher.counters
-        counters.asked_mass.fill_(2**63 - 1)
-        before = int(counters.num_tokens)
-        telemetry = Telemetry([chunk])
-        run(chunk[0], 2)
-        assert before == T and counters.asked_mass.item() < 0
-        snapshot = telemetry.read().training
-        assert snapshot.num_tokens_Y.tolist() == [T]
-        mass = snapshot.asked_mass_Y[0] / 2**32  # each token's probabilities sum to 1
-        assert mass == pytest.approx(T, rel=1e-6)
+    chunk = model(1)
+    run(chunk[0], 1)
+    counters = chunk[0].token_dispatcher.counters
+    counters.asked_mass.fill_(2**63 - 1)
+    before = int(counters.num_tokens)
+    telemetry = Telemetry([chunk])
+    run(chunk[0], 2)
+    assert before == T and counters.asked_mass.item() < 0
+    snapshot = telemetry.read().training
+    assert snapshot.num_tokens_Y.tolist() == [T]
+    mass = snapshot.asked_mass_Y[0] / 2**32  # each token's probabilities sum to 1
+    assert mass == pytest.approx(T, rel=1e-6)
 
 
 def test_scalars_have_megatrons_kind_of_names():
-    with tiny.one_process():
-        chunk = model(2, 3)
-        telemetry = Telemetry([chunk], step=40)
-        run(chunk[0], 1)
-        snapshots = telemetry.read()
+    chunk = model(2, 3)
+    telemetry = Telemetry([chunk], step=40)
+    run(chunk[0], 1)
+    snapshots = telemetry.read()
     written = scalars(snapshots)
     assert snapshots.step == 40
     assert written["moe/dropped"] == snapshots.training.figures()["dropped"]
@@ -209,27 +203,25 @@ def test_scalars_have_megatrons_kind_of_names():
     ("numbers", "expected"), [((None,), [1]), ((None, None), [1, 2]), ((None, 3), [4, 3])]
 )
 def test_a_layer_by_itself_needs_no_number(numbers, expected):
-    with tiny.one_process():
-        chunk = model(*numbers)
-        counts, _ = watch(chunk[0])
-        telemetry = Telemetry([chunk])
-        run(chunk[0], 1)
-        training = telemetry.read().training
-        assert telemetry.layers == tuple(sorted(expected))
-        first = telemetry.layers.index(expected[0])
-        assert training.demand_YE[first].tolist() == counts.demand_E.tolist()
-        alone = Telemetry([chunk[0]])
-        run(chunk[0], 2)
-        assert alone.read().training.num_tokens_Y.tolist() == [T]
+    chunk = model(*numbers)
+    counts, _ = watch(chunk[0])
+    telemetry = Telemetry([chunk])
+    run(chunk[0], 1)
+    training = telemetry.read().training
+    assert telemetry.layers == tuple(sorted(expected))
+    first = telemetry.layers.index(expected[0])
+    assert training.demand_YE[first].tolist() == counts.demand_E.tolist()
+    alone = Telemetry([chunk[0]])
+    run(chunk[0], 2)
+    assert alone.read().training.num_tokens_Y.tolist() == [T]
 
 
 def test_a_model_without_padded_layers_is_refused():
-    with tiny.one_process():
-        chunk: Any = nn.Sequential(nn.Linear(2, 2))
-        chunk.config = tiny.config()
-        missing = r"chunks must have a layer with moe_token_.*, got none on any rank; set it"
-        with pytest.raises(ValueError, match=missing):
-            Telemetry([chunk])
+    chunk: Any = nn.Sequential(nn.Linear(2, 2))
+    chunk.config = tiny.config()
+    missing = r"chunks must have a layer with moe_token_.*, got none on any rank; set it"
+    with pytest.raises(ValueError, match=missing):
+        Telemetry([chunk])
 
 
 def _over_two_ranks() -> tuple[Any, Any]:

@@ -1,25 +1,16 @@
 """Drops are said in a training loop that has no `Telemetry`, and the loop waits for nothing."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 
 from padded_dispatch.megatron import Telemetry, watch
 from padded_dispatch.megatron.telemetry import Reader, overflow_words
 from tests.support.training import Model, Training, with_changes, world
 
 HALF = Model(factor=0.5, microbatches=3)
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def said(caplog: Any) -> list[str]:

@@ -9,10 +9,10 @@ Shape suffixes: T tokens, E experts, D hidden size, I width of the experts' rows
 D), F expert ffn size. In comments, S and B are sequence and batch.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions
-from tests.support.parity import Parity, compare, megatron
+from tests.support.parity import compare, megatron
 from tests.support.rows import Findings
 
 SEED = 20
@@ -53,7 +53,6 @@ class LayerCase:
     PaddedOptions, by default Megatron's experts and the all-to-all.
     """
 
-    name: str
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     tp: int = 1
@@ -82,32 +81,21 @@ class LayerCase:
 
 
 def layer_agrees(case: LayerCase) -> Findings:
-    """Run `case` on every rank; return the errors, and those that break the rule."""
-    return layer_parity(case).findings()
-
-
-def layer_parity(case: LayerCase) -> Parity:
-    """Run `case` on every rank of the default process group.
-
-    Returns:
-        Errors of the output and of every gradient, by name; the same on all ranks.
-    """
-    with _groups(case):
-        draws = [_draw(case, number) for number in range(DRAWS)]
-    ours, again, stock, exact = (_stacked([draw[run] for draw in draws]) for run in RUNS)
-    return Parity(
-        errors=compare(ours, stock, exact, case.dtype),
-        repeats=all(torch.equal(ours[name], again[name]) for name in ours),
-    )
-
-
-def _groups(case: LayerCase) -> AbstractContextManager[None]:
-    return megatron(
+    """Run `case` on every rank; return the errors by name, and those that break the rule."""
+    with megatron(
         case.device,
         tensor_model_parallel_size=case.tp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
-    )
+    ):
+        draws = [_draw(case, number) for number in range(DRAWS)]
+    ours, again, stock, exact = (_stacked([draw[run] for draw in draws]) for run in RUNS)
+    errors = compare(ours, stock, exact, case.dtype)
+    broken = [f"{name}: {error}" for name, error in errors.items() if not error.passed]
+    if not all(torch.equal(ours[name], again[name]) for name in ours):
+        broken.append("two runs of ours differ")
+    facts = {"errors": {name: dataclasses.asdict(error) for name, error in errors.items()}}
+    return Findings(facts=facts, broken=tuple(broken))
 
 
 def _draw(case: LayerCase, number: int) -> dict[str, dict[str, Tensor]]:
@@ -172,8 +160,8 @@ def _run(
     """Run forward and backward; return output and gradients by name, and the routing map."""
     layer = build_layer(case, dispatcher)
     with torch.no_grad():
-        for shard in _shards(layer, weights):
-            shard.parameter[shard.part].copy_(weights[shard.whole][shard.where])
+        for whole, where, part in _shards(layer, "data"):
+            part.copy_(weights[whole][where])
     maps = []
     layer.router.register_forward_hook(lambda module, inputs, output: maps.append(output[1]))
     tokens = tokens.clone().requires_grad_()
@@ -185,9 +173,8 @@ def _run(
     wholes = {
         name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()
     }
-    for shard in _shards(layer, weights):
-        assert shard.parameter.grad is not None, f"no gradient for a shard of {shard.whole}"
-        wholes[shard.whole][shard.where] += shard.parameter.grad[shard.part]
+    for whole, where, part in _shards(layer, "grad"):
+        wholes[whole][where] += part
     return found | _summed(wholes), maps[-1]
 
 
@@ -257,16 +244,6 @@ def _router_dtype(case: LayerCase) -> str | None:
     return "fp64" if case.dtype == torch.float64 else "fp32"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shard:
-    """`parameter[part]` is `wholes[whole][where]`."""
-
-    whole: str
-    where: tuple[Any, ...]
-    parameter: Tensor
-    part: tuple[Any, ...]
-
-
 _REPLICATED = {
     "router.weight": "router",
     "router.bias": "router_bias",
@@ -277,63 +254,51 @@ _REPLICATED = {
 _EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.)?linear_fc([12])\.(weight|bias)(\d*)")
 
 
-def _shards(layer: Any, wholes: dict[str, Tensor]) -> Iterator[_Shard]:
-    """Yield every parameter of a layer, as parts of whole tensors."""
+_Shard = tuple[str, tuple[Any, ...], Tensor]
+
+
+def _shards(layer: Any, kind: str) -> Iterator[_Shard]:
+    """Yield all parameters of a layer, their "data" or "grad": (whole, where in it, the part)."""
     for name, parameter in layer.named_parameters():
+        tensor = getattr(parameter, kind)
+        assert tensor is not None, f"no gradient for {name}"
         if name in _REPLICATED:
-            whole = _REPLICATED[name]
-            yield _Shard(whole=whole, where=(), parameter=parameter, part=())
+            yield _REPLICATED[name], (), tensor
         elif name.startswith("shared_experts."):
             rank = parallel_state.get_tensor_model_parallel_rank()
-            kind = "fc1" if "linear_fc1" in name else "fc2"
-            yield from _split(kind, "shared_", "", (), rank, parameter)
+            yield from _split("linear_fc1" in name, "shared_{}", (), rank, tensor)
         else:
             found = _EXPERT.fullmatch(name)
             assert found is not None, f"unknown parameter {name}"
             rank = parallel_state.get_expert_tensor_parallel_rank()
             suffix = "_bias" if found[3] == "bias" else ""
-            size = parameter.shape[0] // layer.num_local_experts
-            if parameter.dim() == 3:  # the weights of all experts in one tensor
-                held = {i: (i,) for i in range(parameter.shape[0])}
-            elif not (found[1] or found[4]):  # the biases of all experts in one tensor
-                held = {
-                    i: (slice(i * size, (i + 1) * size),) for i in range(layer.num_local_experts)
-                }
-            else:
-                held = {int(found[1] or found[4]): ()}
-            for local, part in held.items():
+            number = found[1] or found[4]
+            if number:
+                of_experts = {int(number): tensor}
+            else:  # The weights of all experts are one tensor, and so are their biases.
+                rows = tensor.unflatten(0, (layer.num_local_experts, -1)) if suffix else tensor
+                of_experts = dict(enumerate(rows))
+            for local, part in of_experts.items():
                 where = (layer.local_expert_indices[local],)
-                yield from _split(f"fc{found[2]}", "", suffix, where, rank, parameter, part)
+                yield from _split(found[2] == "1", "{}" + suffix, where, rank, part)
 
 
 def _split(
-    kind: str,
-    prefix: str,
-    suffix: str,
-    where: tuple[Any, ...],
-    rank: int,
-    parameter: Tensor,
-    held: tuple[Any, ...] = (),
+    is_fc1: bool, whole: str, where: tuple[Any, ...], rank: int, tensor: Tensor
 ) -> Iterator[_Shard]:
     """Yield the shards of one linear layer.
 
     fc1 holds this rank's rows of gate above those of up, fc2 this rank's columns of down.
     """
-    if kind == "fc1":
-        width = parameter[held].shape[0] // 2
-        rows = (*where, slice(rank * width, (rank + 1) * width))
-        first = held[0].start if held and isinstance(held[0], slice) else None
-        for whole, start in (("gate", 0), ("up", width)):
-            if first is None:
-                part = (*held, slice(start, start + width))
-            else:
-                part = (slice(first + start, first + start + width),)
-            yield _Shard(whole=prefix + whole + suffix, where=rows, parameter=parameter, part=part)
+    if is_fc1:
+        for name, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
+            rows = slice(rank * len(part), (rank + 1) * len(part))
+            yield whole.format(name), (*where, rows), part
     else:
-        width = parameter.shape[-1]
-        across = () if suffix else (slice(None), slice(rank * width, (rank + 1) * width))
-        whole, where = f"{prefix}down{suffix}", (*where, *across)
-        yield _Shard(whole=whole, where=where, parameter=parameter, part=held)
+        width = tensor.shape[-1]
+        columns = slice(rank * width, (rank + 1) * width)
+        across = (slice(None), columns) if tensor.dim() == 2 else ()
+        yield whole.format("down"), (*where, *across), tensor
 
 
 def in_fp64(

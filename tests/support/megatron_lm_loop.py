@@ -33,37 +33,30 @@ class Writer:
         self.flushed += 1
 
 
-def stand_in(monkeypatch: Any, sizes: Any, **arguments: Any) -> Any:
-    """Put the module into `sys.modules`.
-
-    Args:
-        monkeypatch: pytest's.
-        sizes: object with `microbatches`, `seq` and `batch`.
-        arguments: of the training script.
+def stand_in(monkeypatch: Any, sizes: Any) -> Any:
+    """Put the module into `sys.modules`; `sizes` has `microbatches`, `seq` and `batch`.
 
     Returns:
         The module. `lines`: step and means of each line that was printed. `calls`: the
         forward-backward function of each step. `before`: if set, called with the number of each
-        step before it. `printed`: texts.
+        step before it.
     """
     module: Any = ModuleType(MODULE)
-    module.lines, module.calls, module.printed = [], [], []
+    module.lines, module.calls = [], []
     module.tensorboard, module.wandb, module.before = Writer(), Writer(), None
     module.get_tensorboard_writer = lambda: module.tensorboard
     module.get_wandb_writer = lambda: module.wandb
-    module.print_rank_0 = module.printed.append
-    defaults = {
-        "iteration": 0,
-        "curr_iteration": 0,
-        "train_iters": 6,
-        "log_interval": 2,
-        "moe_per_layer_logging": False,
-        "load": None,
-        "save": None,
-        "micro_batch_size": sizes.batch,
-        "seq_length": sizes.seq,
-    }
-    args = SimpleNamespace(**defaults | arguments)
+    args = SimpleNamespace(
+        iteration=0,
+        curr_iteration=0,
+        train_iters=6,
+        log_interval=2,
+        moe_per_layer_logging=False,
+        load=None,
+        save=None,
+        micro_batch_size=sizes.batch,
+        seq_length=sizes.seq,
+    )
     module.get_args = lambda: args
 
     def train_step(
@@ -88,7 +81,7 @@ def stand_in(monkeypatch: Any, sizes: Any, **arguments: Any) -> Any:
             micro_batch_size=args.micro_batch_size,
             forward_only=False,
         )
-        return {}, int(iteration in module.skipped)
+        return {}, 0
 
     def training_log(
         loss_dict, total_loss_dict, iteration, skipped_iter, more=None, is_first_iteration=False
@@ -127,7 +120,6 @@ def stand_in(monkeypatch: Any, sizes: Any, **arguments: Any) -> Any:
                 is_first_iteration=iteration == args.iteration,
             )
 
-    module.skipped = ()
     module.train, module.train_step, module.training_log = train, train_step, training_log
     monkeypatch.setitem(sys.modules, MODULE, module)
     return module

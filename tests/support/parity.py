@@ -5,7 +5,6 @@ at most twice the stock path's at the same dtype, plus one unit in the last plac
 value. There is no other tolerance.
 """
 
-import dataclasses
 import math
 import os
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from torch.distributed import distributed_c10d
 from padded_dispatch.megatron import install, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from tests.support.rows import Findings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +41,6 @@ class Errors:
     def passed(self) -> bool:
         """True if the rule holds; a NaN breaks it."""
         return self.ours <= self.allowed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parity:
-    """The outcome of one case. `repeats`: ours run twice gave the same bits on this rank."""
-
-    errors: dict[str, Errors]
-    repeats: bool
-
-    def failures(self) -> list[str]:
-        """Describe each tensor that breaks the rule."""
-        broken = [f"{name}: {e}" for name, e in self.errors.items() if not e.passed]
-        return broken if self.repeats else [*broken, "two runs of ours differ"]
-
-    def findings(self) -> Findings:
-        """Return the errors as facts, and those that break the rule."""
-        errors = {name: dataclasses.asdict(error) for name, error in self.errors.items()}
-        return Findings(facts={"errors": errors}, broken=tuple(self.failures()))
 
 
 @contextmanager

@@ -227,8 +227,6 @@ def _end() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     assert not distributed_c10d._world.pg_map
-    if grids := sys.modules.get("tests.support.grids"):
-        grids.grid.cache_clear()  # Its groups are of the world that has ended.
     forget_models()
 
 

@@ -42,22 +42,6 @@ def routing_cases(draw: st.DrawFn) -> RoutingCase:
     )
 
 
-def addresses(*shape: int, offset: int = 0) -> np.ndarray:
-    """Return a different whole number for every element; `offset` keeps payloads apart."""
-    return np.arange(1.0, np.prod(shape) + 1).reshape(shape) + offset
-
-
-def leaf(payload: np.ndarray) -> Tensor:
-    """Return a copy that collects its gradient."""
-    return torch.from_numpy(payload.copy()).requires_grad_()
-
-
-def grad_of(leaf: Tensor) -> Tensor:
-    """Return the gradient, which must be there."""
-    assert leaf.grad is not None
-    return leaf.grad
-
-
 def assert_same(actual: Tensor, expected: np.ndarray) -> None:
     """Assert equal values, shape and dtype; NaN equals nothing."""
     torch.testing.assert_close(

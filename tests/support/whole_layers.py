@@ -21,7 +21,7 @@ from padded_dispatch.experts.activation import activate
 from padded_dispatch.experts.padded import ExpertInput
 from padded_dispatch.experts.store import Store
 from tests.support import reference
-from tests.support.grids import poisoned_memory
+from tests.support.grids import grid, poisoned_memory
 from tests.support.reference import Arrays
 from tests.support.routings import routing_map, thin_out
 from tests.support.threads import run_on_threads
@@ -221,27 +221,16 @@ def _shard(config: DispatchConfig, weights: Arrays, source: int) -> Arrays:
 
 
 def groups_of(config: DispatchConfig) -> tuple[Any, Any]:
-    """Return this rank's two groups: rank r of the i-th expert-parallel group is i * R + r."""
-    ranks, shards = config.num_ranks, config.etp_size
-    if ranks * shards == 1:
-        return None, None
-    i, r = divmod(dist.get_rank(), ranks)
-    rows = [[j * ranks + q for q in range(ranks)] for j in range(shards)]
-    groups = [dist.new_group(row) for row in rows]
-    etp_groups = [dist.new_group(list(column)) for column in zip(*rows, strict=True)]
-    return groups[i] if ranks > 1 else None, etp_groups[r] if shards > 1 else None
-
-
-def own_source() -> int:
-    """Return the number of this rank as a source."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    """Return this rank's two groups."""
+    return grid(config.num_ranks, config.etp_size)[:2]
 
 
 class OneRank:
     """The leaves of a case on this rank, on the CPU in fp64."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.source = case, own_source()
+        self.case = case
+        self.source = dist.get_rank() if dist.is_initialized() else 0
 
         def leaf(value: NDArray) -> Tensor:
             return torch.from_numpy(value.copy()).requires_grad_()
