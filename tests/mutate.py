@@ -11,6 +11,7 @@ GPU runs, annotations, asserts and texts are left out.
 
 import argparse
 import ast
+import itertools
 import math
 import os
 import shutil
@@ -50,69 +51,42 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
 }
 
+_PAIRS = (
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.Is, ast.IsNot),
+    (ast.In, ast.NotIn),
+    (ast.And, ast.Or),
+    (ast.Add, ast.Sub),
+    (ast.Mult, ast.Div),
+    (ast.BitAnd, ast.BitOr),
+    (ast.LShift, ast.RShift),
+)
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.Pow: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.LShift: ast.RShift,
-    ast.RShift: ast.LShift,
+    **dict(_PAIRS),
+    **{other: one for one, other in _PAIRS},
+    **dict.fromkeys((ast.FloorDiv, ast.Mod, ast.Pow), ast.Mult),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """A change of a module: its line, before and after, and the field of a node that changes."""
+    """A changed module: the line, and the statement's first line before and after.
+
+    The tree is the module as it is until the next mutant is made.
+    """
 
     line: int
-    before: str
-    after: str
+    change: str
     tree: ast.Module
-    node: ast.AST
-    field: str
-    value: Any
-
-    @property
-    def source(self) -> str:
-        """The changed module."""
-        kept = getattr(self.node, self.field)
-        setattr(self.node, self.field, self.value)
-        source = ast.unparse(self.tree)
-        setattr(self.node, self.field, kept)
-        return source
-
-    @property
-    def change(self) -> str:
-        """The line before and after."""
-        return f"{self.before} -> {self.after}"
-
-    def __str__(self) -> str:
-        return f"{self.line}: {self.change}"
 
 
-def mutants(source: str) -> list[Mutant]:
-    """Return all mutants of a module, in the order of its lines."""
+def mutants(source: str) -> Iterator[Mutant]:
+    """Yield all mutants of a module, in the order of its lines."""
     tree = ast.parse(source)
-    made = []
-    for node, statement in _nodes(tree):
-        for owner, name, place, changed in _changes(node):
+    for node, statement in list(_nodes(tree)):
+        for owner, name, place, changed in list(_changes(node)):
             kept = getattr(owner, name)
             removed = kept[place] if place >= 0 else kept
             whole = removed if isinstance(removed, ast.stmt) else statement
@@ -120,18 +94,8 @@ def mutants(source: str) -> list[Mutant]:
             value = changed if place < 0 else [*kept[:place], changed, *kept[place + 1 :]]
             setattr(owner, name, value)
             after = ast.unparse(changed if whole is removed else whole).splitlines()[0]
+            yield Mutant(line=line, change=f"{before} -> {after}", tree=tree)
             setattr(owner, name, kept)
-            mutant = Mutant(
-                line=line,
-                before=before,
-                after=after,
-                tree=tree,
-                node=owner,
-                field=name,
-                value=value,
-            )
-            made.append(mutant)
-    return made
 
 
 def _nodes(node: ast.AST, statement: ast.AST | None = None) -> Iterator[tuple[ast.AST, ast.AST]]:
@@ -165,7 +129,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, str, int, Any]]:
             yield node, "op", -1, _SWAPPED[type(node.op)]()
         case ast.BinOp() | ast.AugAssign() if type(node.op) in _SWAPPED:
             yield node, "op", -1, _SWAPPED[type(node.op)]()
-        case ast.If() | ast.IfExp() | ast.While() if not _has_negation(node.test):
+        case ast.If() | ast.IfExp() | ast.While() if not isinstance(node.test, ast.UnaryOp):
             yield node, "test", -1, ast.UnaryOp(ast.Not(), node.test)
         case ast.Constant(value=bool()):
             yield node, "value", -1, not node.value
@@ -181,18 +145,6 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.AST, str, int, Any]]:
                 yield node, name, at, child.operand
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
                 yield node, name, at, ast.Pass()
-
-
-def _has_negation(test: ast.expr) -> bool:
-    """Return whether another change of a condition is its negation."""
-    match test:
-        case ast.Compare(
-            ops=[ast.Eq() | ast.NotEq() | ast.Is() | ast.IsNot() | ast.In() | ast.NotIn()]
-        ):
-            return True
-        case ast.UnaryOp(op=ast.Not()):
-            return True
-    return False
 
 
 def modules_of(paths: list[str], root: Path = ROOT) -> list[Path]:
@@ -246,10 +198,11 @@ class Copies:
         file.write_text(source)
         tests = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", *files_for(module)]
         environment = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "pytest", *tests],
             cwd=copy,
-            env=os.environ | environment | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
+            env=os.environ | environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -274,17 +227,11 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--every", type=int, default=1, help="only each n-th mutant (default: 1)")
-    parser.add_argument("--list", action="store_true", help="show the mutants and make none")
     arguments = parser.parse_args()
     try:
         modules = modules_of(arguments.modules)
     except ValueError as error:
         parser.error(str(error))
-    if arguments.list:
-        for module in modules:
-            for mutant in mutants((ROOT / "padded_dispatch" / module).read_text()):
-                sys.stdout.write(f"{module}:{mutant}\n")
-        return
     with tempfile.TemporaryDirectory() as folder:
         copies = Copies(arguments.jobs, Path(folder))
         for module in modules:
@@ -300,12 +247,16 @@ def _try(copies: Copies, module: Path, every: int) -> None:
     if not passed:
         raise SystemExit(f"the tests of {module} must pass before it is changed")
     reasons = EQUIVALENT.get(str(module), {})
-    tried = [mutant for mutant in mutants(source)[::every] if mutant.change not in reasons]
-    lived = copies.run(module, [mutant.source for mutant in tried], 60 + 5 * took_s)
-    survivors = [str(mutant) for mutant, alive in zip(tried, lived, strict=True) if alive]
+    tried, changed = [], []
+    for mutant in itertools.islice(mutants(source), None, None, every):
+        if mutant.change not in reasons:
+            tried.append(f"{mutant.line}: {mutant.change}")
+            changed.append(ast.unparse(mutant.tree))
+    lived = copies.run(module, changed, 60 + 5 * took_s)
+    survivors = [words for words, alive in zip(tried, lived, strict=True) if alive]
     caught = len(tried) - len(survivors)
     sys.stdout.write(f"{module}: {caught} of {len(tried)} caught in {took_s:.0f} s each\n")
-    sys.stdout.writelines(f"  {module}:{survivor}\n" for survivor in survivors)
+    sys.stdout.writelines(f"  {module}:{words}\n" for words in survivors)
     sys.stdout.flush()
 
 

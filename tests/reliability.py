@@ -16,9 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.support.processes import ENVIRONMENT, children_of, workers_of
 from tests.support.rows import Rows, add_results, parse
@@ -29,28 +28,24 @@ WHOM = "the command", "the first worker", "the last worker"
 MOMENTS = "imports", "training"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault:
+class Fault(NamedTuple):
     """A signal, to whom, and when."""
 
     number: signal.Signals
     whom: str
     moment: str
 
-    @property
-    def name(self) -> str:
-        """The fault in words."""
+    def __str__(self) -> str:
         return f"{self.number.name} to {self.whom} during {self.moment}"
 
 
-def faults() -> list[Fault]:
-    """Return all faults: the command gets each signal, workers only get killed."""
-    ends = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
-    found = []
-    for number, whom, moment in itertools.product(ends, WHOM, MOMENTS):
-        if whom == WHOM[0] or number == signal.SIGKILL:
-            found.append(Fault(number=number, whom=whom, moment=moment))
-    return found
+ENDS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
+# Workers are only killed.
+FAULTS = [
+    Fault(*given)
+    for given in itertools.product(ENDS, WHOM, MOMENTS)
+    if given[1] == WHOM[0] or given[0] == signal.SIGKILL
+]
 
 
 def outcome(fault: Fault, num_workers: int) -> dict[str, Any]:
@@ -60,14 +55,10 @@ def outcome(fault: Fault, num_workers: int) -> dict[str, Any]:
     command += ["--workers", str(num_workers), "--steps", "100000"]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
-        environment = ENVIRONMENT | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "TMPDIR": folder,
-        }
+        given = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": folder}
         with output.open("w") as file:
             job = subprocess.Popen(
-                command, env=environment, stdout=file, stderr=file, start_new_session=True
+                command, env=ENVIRONMENT | given, stdout=file, stderr=file, start_new_session=True
             )
         try:
             failures = _broken(fault, job, output, num_workers)
@@ -78,10 +69,14 @@ def outcome(fault: Fault, num_workers: int) -> dict[str, Any]:
         if left and fault.number != signal.SIGKILL:
             failures.append(f"temporary files are left: {left}")
         last = output.read_text().strip().splitlines()[-1:]
-    facts = {"exit_code": job.returncode, "last_line": last}
-    row = {"check": "a fault ends the job cleanly", "name": fault.name, "passed": not failures}
-    seconds = round(time.monotonic() - started, 1)
-    return row | {"facts": facts, "failures": failures, "seconds": seconds}
+    return {
+        "check": "a fault ends the job cleanly",
+        "name": str(fault),
+        "passed": not failures,
+        "facts": {"exit_code": job.returncode, "last_line": last},
+        "failures": failures,
+        "seconds": round(time.monotonic() - started, 1),
+    }
 
 
 def _broken(fault: Fault, job: subprocess.Popen, output: Path, num_workers: int) -> list[str]:
@@ -130,8 +125,8 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="faults with this in their name")
     arguments = parse(parser)
     rows = Rows(arguments, 0)
-    for fault in faults():
-        if arguments.only in fault.name:
+    for fault in FAULTS:
+        if arguments.only in str(fault):
             rows.add(outcome(fault, arguments.workers))
     return rows.exit_code()
 

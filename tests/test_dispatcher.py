@@ -1,6 +1,5 @@
 """Whole layers through the dispatcher on all ranks against the oracle; unused memory is NaN."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
 from padded_dispatch.config import FIT, NO_DROP
-from tests.support.pool import WorkerError, WorkerPool
 from tests.support.threads import run_on_threads
 from tests.support.whole_layers import (
     ROUTINGS,
@@ -26,7 +24,7 @@ from tests.support.whole_layers import (
     stacks_are_empty,
 )
 
-RANKS = pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (1, 2), (4, 1), (2, 2), (8, 1)])
+RANKS = pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (1, 4), (4, 1), (2, 2), (8, 1)])
 POOLS = pytest.mark.parametrize("pool", ["store", "expert", "padded"])
 
 
@@ -38,11 +36,11 @@ def config_of(pool: str, num_ranks: int = 1, etp_size: int = 1, **changes: Any) 
     return DispatchConfig(**sizes, num_ranks=num_ranks, etp_size=etp_size)
 
 
-@POOLS
+@pytest.mark.parametrize("pool", ["store", "expert"])
 @RANKS
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_layers_are_the_oracle(num_ranks, etp_size, routing, pool):
-    """Layers that overflow one after the other, where a store does."""
+    """Layers that overflow one after the other; for padded cells see `experts/test_padded`."""
     check(make_case(config_of(pool, num_ranks, etp_size), [routing, "hot", "one rank"]), pool)
 
 
@@ -55,6 +53,9 @@ def test_layers_are_the_oracle(num_ranks, etp_size, routing, pool):
         ({"capacity_factor": FIT}, 7),
         ({"capacity_factor": FIT, "alignment": 16}, 9),
         ({"capacity_factor": 0.01}, 9),
+        ({"capacity_factor": 0.3}, 9),
+        ({"capacity_factor": 0.3, "policy": "position"}, 9),
+        ({"num_experts": 4, "top_k": 4}, 70),
         ({"alignment": 16}, 7),
         ({"top_k": 1}, 1),
     ],
@@ -63,6 +64,25 @@ def test_layers_are_the_oracle(num_ranks, etp_size, routing, pool):
 def test_every_setting_is_the_oracle(pool, changes, num_tokens):
     config = config_of(pool, 4, **changes)
     check(make_case(config, ["thin", "hot"], num_tokens=num_tokens), pool)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        {},
+        {"clamp": 0.5},
+        {"function": "gelu", "clamp": 0.7},
+        {"function": "quick_gelu", "clamp": 1.0, "offset": 1.0},
+        *({"function": name, "gated": False} for name in ("silu", "gelu", "quick_gelu")),
+        {"function": "squared_relu", "gated": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_every_activation_is_the_oracle(activation, biased):
+    config = config_of("store", 2, capacity_factor=0.7)
+    how = {"activation": Activation(**activation), "biased": biased}
+    check(make_case(config, ["thin", "hot"], **how), "store")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4, 8])
@@ -134,12 +154,6 @@ def test_sixty_four_ranks_are_the_oracle():
     check(make_case(config_of("store", 64), ["hot", "masked"], num_tokens=3), "store")
 
 
-@pytest.mark.parametrize("pool", ["store", "padded"])
-def test_one_group_may_span_the_ranks_twice(pool):
-    """All ranks split the experts, and none holds others."""
-    check(make_case(config_of(pool, 1, 4), ["thin", "hot"]), pool)
-
-
 def test_padded_rows_need_slots_of_their_own():
     expected = r"^capacity_pool must be 'expert' with experts that read padded cells, got 'store'"
     dispatcher = PaddedDispatcher(config_of("store"))
@@ -173,29 +187,15 @@ def test_direct_stores_need_gpus_and_packed_experts(packed):
             dispatcher.dispatch(*given)
 
 
-def _dispatcher_with(**on_rank_1: Any) -> None:
-    config = DispatchConfig(num_experts=4, top_k=2, num_ranks=2)
-    options = on_rank_1 if dist.get_rank() == 1 else {}
-    PaddedDispatcher(config, group=dist.group.WORLD, **options)
-
-
-def test_ranks_must_choose_the_same_exchange(pool2: WorkerPool):
-    with pytest.raises(WorkerError, match="exchange is auto on rank 0, direct on rank 1") as caught:
-        pool2.run(functools.partial(_dispatcher_with, exchange="direct"))
-    assert {type(error) for error in caught.value.errors.values()} == {ValueError}
-    assert len(caught.value.errors) == 2
-
-
 def _differing(what: str) -> str:
-    """Give rank 1 other tokens, or another method; return the error."""
-    config = DispatchConfig(num_experts=4, top_k=2, num_ranks=2)
-    dispatcher, other = PaddedDispatcher(config, group=dist.group.WORLD), dist.get_rank() == 1
-    num_tokens = 4 if what == "T" and other else 3
-    if what == "none":
-        num_tokens = 0
+    """Give rank 1 another method or another exchange; return the error."""
+    config, other = DispatchConfig(num_experts=4, top_k=2, num_ranks=2), dist.get_rank() == 1
+    exchange: Any = "direct" if what == "exchange" and other else "auto"
+    num_tokens = 0 if what == "none" else 3
     given = torch.zeros(num_tokens, 3), torch.zeros(num_tokens, 4), torch.zeros(num_tokens, 4) > 0
     weights = ExpertWeights(fc1_LGD=torch.zeros(2, 2, 3), fc2_LDF=torch.zeros(2, 3, 1))
     try:
+        dispatcher = PaddedDispatcher(config, group=dist.group.WORLD, exchange=exchange)
         if what == "method" and other:
             dispatcher.dispatch(*given)
         else:
@@ -208,7 +208,7 @@ def _differing(what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("T", "T is 3 on rank 0, 4 on rank 1"),
+        ("exchange", "exchange is auto on rank 0, direct on rank 1"),
         ("method", "packed is True on rank 0, False on rank 1"),
         ("none", "num_tokens must be at least 1, got 0"),
     ],

@@ -31,7 +31,6 @@ NOT_MIRRORED = {
     "test_import.py",
     "test_language.py",
     "test_layers.py",
-    "test_bridge_recipes.py",
     "test_mutate.py",
     "test_notebooks.py",
     "test_readme.py",

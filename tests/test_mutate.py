@@ -33,7 +33,7 @@ def test_f():
 
 
 def test_mutants_are_small_changes_that_tests_catch_or_not(tmp_path, monkeypatch):
-    assert [str(mutant) for mutant in mutants(SOURCE)] == [
+    assert [f"{mutant.line}: {mutant.change}" for mutant in mutants(SOURCE)] == [
         "2: LIMIT: int = 3 -> LIMIT: int = 4",
         "7: def f(a, b=True): -> def f(a, b=False):",
         "10: if not a or a <= 2: -> if not (not a or a <= 2):",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from padded_dispatch.bench.cases import CONTENDERS, Case, sweep
+from padded_dispatch.bench.cases import Case, sweep
 
 CASE = {"model": "tiny", "ep": 2, "tokens": 64, "skew": "uniform", "contender": "module"}
 
@@ -44,20 +44,3 @@ def test_capacity_is_the_dispatchers():
 def test_cases_that_cannot_be(changes, message):
     with pytest.raises(ValueError, match=message):
         Case(**(CASE | changes), capacity_factor=1.0)
-
-
-def test_contenders_have_their_names_and_graphs():
-    found = {
-        key: (who.name, who.variant, who.graph, who.dispatcher, who.on_cpu)
-        for key, who in CONTENDERS.items()
-    }
-    ours = {"auto": True, "cells": True, "module": True, "packed": True, "direct": False}
-    expected = {
-        "dropless": ("stock-dropless", None, "none", "alltoall", False),
-        "drop-pad": ("stock-drop-pad", None, "none", "alltoall", True),
-        "drop-pad-graphed": ("stock-drop-pad", None, "layer", "alltoall", False),
-    }
-    for name, on_cpu in ours.items():
-        expected[name] = ("ours", name, "none", "padded_alltoall", on_cpu)
-        expected[f"{name}-graphed"] = ("ours", name, "layer", "padded_alltoall", False)
-    assert found == expected

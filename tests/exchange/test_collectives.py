@@ -15,6 +15,7 @@ from torch import Tensor
 
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.routing.plan import choice_probs, make_plan
+from tests.support import reference
 from tests.support.collectives import recorded
 from tests.support.grids import grid, poisoned_memory
 from tests.support.threads import run_on_threads
@@ -219,21 +220,6 @@ def _struck(map_TE: Tensor, probs_TE: Tensor, num_slots: int, policy: str) -> An
     return exchange.strike(map_TE, probs_TE, num_slots)
 
 
-def _struck_by_loops(map_TE: Tensor, probs_TE: Tensor, num_slots: int, policy: str) -> Tensor:
-    kept_TE = map_TE.clone()
-    local = map_TE.shape[1] // 2
-    for first in (0, local):
-        asked = [
-            (sum(probs_TE[t, e] for e in range(first, first + local) if map_TE[t, e]).item(), t)
-            for t in range(len(map_TE))
-            if map_TE[t, first : first + local].any()
-        ]
-        order = sorted(asked, key=lambda one: (-one[0] if policy == "probs" else 0, one[1]))
-        for _, t in order[num_slots:]:
-            kept_TE[t, first : first + local] = False
-    return kept_TE
-
-
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_tokens_past_the_slots_of_a_rank_are_struck(policy):
     random = np.random.default_rng(0)
@@ -241,7 +227,9 @@ def test_tokens_past_the_slots_of_a_rank_are_struck(policy):
         map_TE = torch.from_numpy(random.random((6, 6)) < 0.4)
         probs_TE = torch.from_numpy(random.choice([0.5, 0.25, 0.0, -0.0], (6, 6)))  # with ties
         for kept_TE, struck in run_on_threads(2, _struck, map_TE, probs_TE, num_slots, policy):
-            expected_TE = _struck_by_loops(map_TE, probs_TE, num_slots, policy)
+            given = dict(num_slots=num_slots, num_ranks=2, policy=policy)
+            kept = reference.strike(map_TE.numpy(), probs_TE.numpy(), **given)
+            expected_TE = torch.from_numpy(kept)
             assert torch.equal(kept_TE, expected_TE)
             if num_slots == 6:
                 assert struck is None

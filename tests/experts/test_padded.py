@@ -132,31 +132,6 @@ def test_kernels_are_the_oracle(monkeypatch, num_ranks, etp_size):
     check(make_case(config_of(num_ranks, etp_size), ["thin", "hot"], num_tokens=5, hidden=17))
 
 
-def test_cells_by_hand():
-    """One rank, two experts, C = 2: expert 0 has token 1, expert 1 tokens 0 and 1."""
-    plan = make_plan(torch.tensor([[False, True], [True, True], [False, False]]), top_k=2)
-    tokens_TD = torch.tensor([[1.0], [2.0], [3.0]], requires_grad=True)
-    prob_TK = torch.tensor([[0.5, 0.0], [0.25, 1.0], [0.0, 0.0]], requires_grad=True)
-    wire = Collectives(2).start(plan, tokens_TD, 3)
-    given, sent = padded.dispatch(tokens_TD, prob_TK, wire, plan, capacity=2, num_local_experts=2)
-    assert given.rows_ND.flatten().tolist() == [2, 0, 1, 2]
-    assert given.probs_N.tolist() == [0.25, 0, 0.5, 1]
-    assert given.count_SL.tolist() == [[1, 2]]
-    nan = torch.nan
-    out_ND = torch.tensor([[10.0], [nan], [20.0], [30.0]], requires_grad=True)
-    out_TD = padded.combine(out_ND, sent)
-    assert out_TD.flatten().tolist() == [20, 40, 0]
-    out_TD.backward(torch.tensor([[1.0], [2.0], [4.0]]))
-    assert out_ND.grad is not None and out_ND.grad.flatten().tolist() == [2, 0, 1, 2]
-    torch.autograd.backward(
-        [given.rows_ND, given.probs_N],
-        [torch.tensor([[3.0], [nan], [5.0], [7.0]]), torch.tensor([0.1, nan, 0.2, 0.3])],
-    )
-    assert tokens_TD.grad is not None and tokens_TD.grad.flatten().tolist() == [5, 10, 0]
-    assert prob_TK.grad is not None
-    torch.testing.assert_close(prob_TK.grad, torch.tensor([[0.2, 0], [0.1, 0.3], [0, 0]]))
-
-
 def test_a_row_beyond_the_capacity_counts_as_zero():
     plan = make_plan(torch.ones(3, 1, dtype=torch.bool), top_k=1)
     tokens_TD = torch.ones(3, 2, requires_grad=True)

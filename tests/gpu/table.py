@@ -301,13 +301,13 @@ def _retried() -> Iterator[Row]:
     yield _retry("PP2", pp=2, **two)
     deep: dict[str, Any] = {"ranks": 2, "pp": 2, "vpp": 2, "num_layers": 4, "microbatches": 4}
     yield _retry("PP2/VPP2", **deep)
-    yield _retry("overlapped reduction", ddp=reduce, **two)
+    yield _retry("overlapped reduction", ddp=reduce, cpu=False, **two)
     yield _retry("overlapped gathering", ddp=gather, **two)
     yield _retry("recompute", fields=again, microbatches=1)
     yield _retry("multi-token prediction", fields={"mtp_num_layers": 1}, microbatches=1)
     yield _retry("fp16", microbatches=1, **half)
     yield _retry("TP2/EP2", ranks=2, tp=2, ep=2)
-    yield _retry("TP2, fp16", ranks=2, tp=2, **half)
+    yield _retry("TP2, fp16", ranks=2, tp=2, cpu=False, **half)
     bf16 = {"dtype": torch.bfloat16, "dropout": 0.0}  # The stand-in for graphs draws nothing.
     module = {"options": {"experts": "module"}}
     yield _retry("EP2, layer graphs", "layer", ranks=2, ep=2, microbatches=1, **bf16, **module)
@@ -425,7 +425,8 @@ def _in_flight() -> Iterator[Row]:
     for exchange in ("alltoall", "direct"):
         how["options"] = {"experts": "packed", "exchange": exchange}
         for ranks, dtype in ((2, torch.float32), (2, torch.bfloat16), (4, torch.float32)):
-            name, small = f"PP2/VPP2/EP{ranks // 2}, {dtype}, {exchange}", exchange == "alltoall"
+            name = f"PP2/VPP2/EP{ranks // 2}, {dtype}, {exchange}"
+            small = exchange == "alltoall" and dtype == torch.float32
             given = {"dtype": dtype, "gpu": {"dtype": torch.bfloat16}, "cpu": small, **stages}
             yield _trained(ROOM, name, ways, ranks=ranks, ep=ranks // 2, **how, **given)
         for name, fields in (("multi-token prediction, recompute", again), ("recompute", _FULL)):

@@ -1,7 +1,4 @@
-"""Selection and plan in CUDA graphs: replays equal eager runs bit by bit, over 100 routings.
-
-`tests.gpu.table` does the same with Megatron's layer, on one GPU and on several.
-"""
+"""Selection and plan of any size on a GPU, beside torch; `tests.gpu.test_static` replays them."""
 
 import pytest
 import torch
@@ -10,83 +7,12 @@ from torch import Tensor
 from padded_dispatch.config import POLICIES
 from padded_dispatch.kernels import plan as plan_kernels
 from padded_dispatch.kernels.select import kept_map
-from padded_dispatch.routing.plan import choice_probs, make_plan, plan_in_torch
-from padded_dispatch.routing.select import kept_map_in_torch, select
+from padded_dispatch.routing.plan import choice_probs, plan_in_torch
+from padded_dispatch.routing.select import kept_map_in_torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
-T, K, E, C = 1027, 3, 13, 200
 EVERY_POLICY = pytest.mark.parametrize("policy", POLICIES)
-
-
-def routing(seed: int) -> list[Tensor]:
-    """Return a map and probabilities; with every third seed, tokens ask for few experts."""
-    generator = torch.Generator().manual_seed(seed)
-    logits_TE = torch.randn(T, E, generator=generator)
-    if seed % 3 == 0:
-        logits_TE[:, :K] += 3
-    map_TE = torch.zeros(T, E, dtype=torch.bool).scatter(1, logits_TE.topk(K).indices, True)
-    # Few different values, so that ties are frequent.
-    return [map_TE, (logits_TE.softmax(1) * 64).round() / 64]
-
-
-def step(policy, inputs: list[Tensor]) -> dict[str, Tensor]:
-    """Return selection, plan and gradients."""
-    map_TE, probs_TE = inputs
-    probs_TE = torch.where(map_TE, probs_TE, torch.nan).requires_grad_()
-    selection = select(map_TE, probs_TE, capacity=C, policy=policy)
-    plan = make_plan(selection.kept_TE, top_k=K)
-    prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
-    weight_TK = torch.arange(1.0, 1 + T * K, device=map_TE.device).view(T, K)
-    prob_TK.backward(weight_TK)
-    assert probs_TE.grad is not None
-    return {
-        "kept_TE": selection.kept_TE,
-        "demand_E": selection.demand_E,
-        **vars(plan),
-        "prob_TK": prob_TK.detach(),
-        "grad of probs_TE": probs_TE.grad,
-    }
-
-
-@EVERY_POLICY
-def test_one_capture_serves_every_routing(policy):
-    """Replay equals eager in every bit, and both a CPU."""
-    static = [tensor.cuda() for tensor in routing(1)]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(policy, static)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = step(policy, static)
-    for seed in range(100):
-        inputs = routing(seed)
-        for tensor, value in zip(static, inputs, strict=True):
-            tensor.copy_(value)
-        graph.replay()
-        eager = step(policy, [tensor.cuda() for tensor in inputs])
-        for name, value in eager.items():
-            assert torch.equal(replayed[name], value), (seed, name)
-        on_cpu = step(policy, inputs)
-        for name, value in eager.items():
-            assert torch.equal(on_cpu[name], value.cpu()), (seed, name)
-        assert not eager["unplaced_E"].any()
-
-
-@EVERY_POLICY
-def test_eager_reads_nothing_back(policy):
-    inputs = [tensor.cuda() for tensor in routing(0)]
-    step(policy, inputs)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step(policy, inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 SIZES = pytest.mark.parametrize(
     ("num_tokens", "num_experts"), [(4096, 128), (33000, 128), (131072, 512)]
 )

@@ -22,7 +22,7 @@ def routing(seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, probabilities and a map; every third seed uses only K experts."""
     generator = torch.Generator().manual_seed(seed)
     tokens_TD = torch.randn(T, D, generator=generator, dtype=torch.float64)
-    probs_TE = torch.rand(T, E, generator=generator)
+    probs_TE = torch.randint(64, (T, E), generator=generator) / 64
     if seed % 3 == 0:
         probs_TE[:, :K] += 1
     map_TE = torch.zeros(T, E, dtype=torch.bool).scatter(1, probs_TE.topk(K).indices, True)
@@ -76,6 +76,7 @@ KINDS = {
     "store": (packed, "store"),
 }
 EACH = pytest.mark.parametrize("kind", KINDS)
+POLICIES = pytest.mark.parametrize("policy", ["probs", "position"])
 FACTORS = pytest.mark.parametrize("factor", [NO_DROP, 0.5, 1.25])
 
 
@@ -97,7 +98,7 @@ def waiting_raises() -> Iterator[None]:
 
 @EACH
 @FACTORS
-@pytest.mark.parametrize("policy", ["probs", "position"])
+@POLICIES
 def test_eager_reads_nothing_back(cuda, policy, factor, kind):
     step, inputs = step_of(kind, cuda, factor, policy), routing(1, cuda)
     step(*inputs)
@@ -107,7 +108,7 @@ def test_eager_reads_nothing_back(cuda, policy, factor, kind):
 
 @EACH
 @FACTORS
-@pytest.mark.parametrize("policy", ["probs", "position"])
+@POLICIES
 def test_one_capture_serves_every_routing(cuda, policy, factor, kind):
     """Replay equals eager bit by bit, with eager passes between replays."""
     step = step_of(kind, cuda, factor, policy)
@@ -130,8 +131,10 @@ def test_one_capture_serves_every_routing(cuda, policy, factor, kind):
 
 
 @FACTORS
-def test_rows_move_on_a_gpu_as_on_a_cpu(cuda, factor):
-    sizes = {"num_experts": E, "top_k": K, "capacity_factor": factor}
+@POLICIES
+def test_rows_move_on_a_gpu_as_on_a_cpu(cuda, policy, factor):
+    """Few probabilities differ, so that ties are frequent."""
+    sizes = {"num_experts": E, "top_k": K, "capacity_factor": factor, "policy": policy}
     dispatcher = PaddedDispatcher(DispatchConfig(**sizes))
     for seed in range(20):
         on_gpu, on_cpu = (

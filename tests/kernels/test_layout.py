@@ -1,4 +1,4 @@
-"""The rule of the store on the device, beside a plain loop over water levels."""
+"""The rule of the store on the device; `tests/experts/test_plain.py` has the oracle beside it."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.kernels import layout
-from tests.support.device import DEVICE, here
+from tests.support.device import DEVICE
 
 
 def ints(values: object) -> Tensor:
@@ -22,49 +22,6 @@ def test_lay_out_example():
     assert top.tolist() == [7, 10]
     layout.release(top, found)
     assert top.tolist() == [4, 4]
-
-
-@pytest.mark.parametrize("num_sources", [1, 2, 5])
-@pytest.mark.parametrize("num_experts", [1, 3, 16])
-def test_lay_out_beside_a_loop(num_sources: int, num_experts: int):
-    generator = torch.Generator().manual_seed(num_sources * 100 + num_experts)
-    counters = [torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (num_experts, 1, 1)]
-    kept_L, idle, max_need = counters
-    expected_kept, expected_need, num_idle = torch.zeros(num_experts), 0, 0
-    for trial in range(12):
-        count = torch.randint(0, 9, (num_sources, num_experts), generator=generator)
-        count[torch.rand(count.shape, generator=generator) < 0.3] = 0
-        if trial == 0:
-            count[:] = 0
-        if trial == 1:
-            count[:, 1:] = 0  # All rows for one expert.
-        total, base = int(count.sum()), trial % 3 * 7
-        room = max(0, total + trial % 5 - 3)
-        limit, most = (base + room, 9999) if trial % 2 else (base + 9999, room)
-        top = ints([base, 50])
-        found = layout.lay_out(
-            here(count.int()),
-            top,
-            first=base == 0,
-            limit=limit,
-            most=most,
-            later=4,
-            kept_L=kept_L,
-            idle=idle,
-            max_need=max_need,
-        )
-        level = max(w for w in range(10) if int(count.clamp(max=w).sum()) <= room)
-        kept = count if total <= room else count.clamp(max=level)
-        ends = kept.T.flatten().cumsum(0) + base
-        assert found.offsets.tolist() == [base, *ends.tolist()]
-        assert found.level.item() == (2**31 - 1 if total <= room else level)
-        asked = 0 if base == 0 else 50
-        assert top.tolist() == [int(ends[-1]), asked + total]
-        expected_kept += kept.sum(0)
-        expected_need = max(expected_need, asked + total + 4)
-        num_idle += total == 0
-    assert kept_L.tolist() == expected_kept.tolist()
-    assert (idle.item(), max_need.item()) == (num_idle, expected_need)
 
 
 def test_lay_out_without_a_stack():

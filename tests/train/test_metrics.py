@@ -11,6 +11,7 @@ from padded_dispatch.counters import Counters
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.metrics import Mark, Meter, Row, Step, flops_per_token
 from padded_dispatch.train.settings import ModelShape
+from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")
 # 4 sequences of 25 bytes.
@@ -48,7 +49,7 @@ def _rows() -> list[Row]:
     return [*rows, meter.read(0.25)]
 
 
-def test_rows_sum_over_layers_and_ranks(pool2):
+def test_rows_sum_over_layers_and_ranks():
     first = Row(
         step=2,
         loss=3.0,
@@ -69,7 +70,7 @@ def test_rows_sum_over_layers_and_ranks(pool2):
         dropped=1.0,
         retried=None,
     )
-    assert pool2.run(_rows) == [[first, second]] * 2
+    assert run_on_threads(2, _rows) == [[first, second]] * 2
 
 
 def test_a_row_as_text():

