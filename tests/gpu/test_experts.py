@@ -1,6 +1,6 @@
 """Packed experts beside TEGroupedMLP: checkpoints and captures.
 
-`test_foundation` checks that both compute the same, by the parity rule.
+Rows of `tests.gpu.table` check that both compute the same, by the parity rule.
 """
 
 from collections.abc import Iterator
