@@ -150,11 +150,11 @@ def test_bridge_finds_how_ranks_split_experts(pool2):
     assert pool2.run(_how_ranks_split_experts) == [[(True, 0), (True, 1)]] * 2
 
 
-def ranks(tmp_path: Any, dispatcher: str, experts: str, world: int) -> list[dict[str, Any]]:
+def ranks(tmp_path: Any, experts: str, world: int) -> list[dict[str, Any]]:
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.bridge_model"]
     started = [
         subprocess.Popen(
-            [*command, dispatcher, experts, str(rank), str(world), str(tmp_path)],
+            [*command, experts, str(rank), str(world), str(tmp_path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -187,7 +187,7 @@ def needs_bridge() -> None:
 def test_hugging_face_weights_go_to_megatron_and_back(experts, num_ranks, tmp_path):
     """Weights are exact. Logits differ by rounding in fp32, as the stock dispatcher's do."""
     needs_bridge()
-    for found in ranks(tmp_path, "padded_alltoall", experts, num_ranks):
+    for found in ranks(tmp_path, experts, num_ranks):
         assert found["experts"] == "StackedExperts" and found["names"] and found["exact"]
         assert found["parameters"] == [
             f"decoder.layers.{number}.mlp.{name}" for number in (0, 1) for name in sorted(STACKED)

@@ -91,8 +91,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("factor", [None, 0.3])
-@pytest.mark.parametrize("shape", [(7, 3), (1, 1)])
+@pytest.mark.parametrize(("factor", "shape"), [(None, (7, 3)), (0.3, (7, 3)), (0.3, (1, 1))])
 def test_output_and_gradients_are_those_of_the_module_it_replaces(factor, shape, name):
     tokens = 3 * torch.randn(*shape, tiny.HIDDEN, dtype=torch.float64)
     settings = {"moe_expert_capacity_factor": factor, **ACTIVATIONS[name]}

@@ -1,6 +1,6 @@
 """A tiny Qwen3-MoE that Megatron-Bridge takes from Hugging Face to Megatron and back, on a CPU.
 
-`python -m tests.support.bridge_model DISPATCHER EXPERTS RANK WORLD FOLDER` is one rank; it prints a
+`python -m tests.support.bridge_model EXPERTS RANK WORLD FOLDER` is one rank; it prints a
 JSON object. It is a program of its own, because Bridge imports Transformer Engine: modules of that
 name stand in for it, and must not reach other tests. Megatron-Core is imported before, so that it
 takes its own layers.
@@ -110,17 +110,16 @@ def _hugging_face(folder: Path) -> Any:
     return model
 
 
-def _provider(bridge: Any, dispatcher: str, options: PaddedOptions, num_ranks: int) -> Any:
+def _provider(bridge: Any, options: PaddedOptions, num_ranks: int) -> Any:
     provider = bridge.to_megatron_provider(load_weights=False)
     provider.transformer_layer_spec = get_gpt_layer_local_spec(
         num_experts=NUM_EXPERTS, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
     for name, value in ON_CPU.items():
         setattr(provider, name, value)
-    provider.moe_token_dispatcher_type = dispatcher
+    provider.moe_token_dispatcher_type = "padded_alltoall"
     provider.expert_model_parallel_size = num_ranks
-    if dispatcher == "padded_alltoall":
-        provider.padded_dispatch = options
+    provider.padded_dispatch = options
     provider.finalize()
     return provider
 
@@ -146,13 +145,13 @@ def _walks(provider: Any) -> dict[str, bool]:
     }
 
 
-def _round_trip(dispatcher: str, experts: Any, rank: int, world: int, folder: Path) -> Any:
+def _round_trip(experts: Any, rank: int, world: int, folder: Path) -> Any:
     bridges: Any = importlib.import_module("megatron.bridge")
     own = folder / f"hf{rank}"
     stock = _hugging_face(own)
     bridge = bridges.AutoBridge.from_hf_pretrained(str(own))
     options = PaddedOptions(experts=experts, layer_factors={1: 2.0})
-    provider = _provider(bridge, dispatcher, options, world)
+    provider = _provider(bridge, options, world)
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     model_parallel_cuda_manual_seed(3)
     model = provider.provide(pre_process=True, post_process=True).eval()
@@ -169,11 +168,11 @@ def _round_trip(dispatcher: str, experts: Any, rank: int, world: int, folder: Pa
         "names": sorted(exported) == sorted(weights),
         "exact": all(torch.equal(weights[name], value) for name, value in exported.items()),
         "parameters": [name for name, _ in model.named_parameters() if "experts" in name],
-        "walks": _walks(provider) if dispatcher == "padded_alltoall" else {},
+        "walks": _walks(provider),
     }
 
 
-def main(dispatcher: str, experts: str, rank: str, world: str, folder: str) -> None:
+def main(experts: str, rank: str, world: str, folder: str) -> None:
     """Print what a rank found."""
     sys.meta_path.append(StandIns("transformer_engine", "transformer_engine_torch"))
     number, count = int(rank), int(world)
@@ -183,7 +182,7 @@ def main(dispatcher: str, experts: str, rank: str, world: str, folder: str) -> N
         parallel_state.initialize_model_parallel(expert_model_parallel_size=count)
         install(PaddedOptions(eval_factor=2.0))
         try:
-            found = _round_trip(dispatcher, experts, number, count, Path(folder))
+            found = _round_trip(experts, number, count, Path(folder))
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()

@@ -8,9 +8,7 @@ their tokens are drawn, and which collectives a rank starts must not depend on t
 
 import dataclasses
 import functools
-import math
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +32,10 @@ from tests.support.threads import run_on_threads
 class World:
     """A grid of ranks: (p * etp + i) * ep + r is rank r of the i-th group of stage p."""
 
-    name: str
     ep: int
-    etp: int = 1
-    pp: int = 1
-    vpp: int = 1
+    etp: int
+    pp: int
+    vpp: int
 
     @property
     def num_ranks(self) -> int:
@@ -201,61 +198,29 @@ class _Rank:
         return []
 
 
-@dataclass(frozen=True, kw_only=True)
-class Steps:
-    """Steps that all ranks of a job made: all, training steps, and those of them repeated."""
-
-    made: int
-    trained: int
-    repeated: int
-
-
-class _Limit:
-    """The number of steps, fewer where time is up: all ranks get the answer of the first to ask."""
-
-    def __init__(self, num_steps: int, seconds: float) -> None:
-        self._num_steps = num_steps
-        self._ends = time.monotonic() + seconds
-        self._begun = 0
-
-    def allows(self, step: int) -> bool:
-        """Return whether a rank goes on with this step, counted from 0."""
-        if step == self._begun and step < self._num_steps and time.monotonic() < self._ends:
-            self._begun += 1
-        elif step == self._begun:
-            self._num_steps = step
-        return step < self._begun
-
-
-def _train(world: World, seed: int, limit: _Limit) -> Steps:
-    """Train on one rank."""
+def _train(world: World, seed: int, num_steps: int) -> tuple[int, int]:
+    """Train on one rank; return the training steps, and those of them that were repeated."""
     with _CudaMeansCpu():
         rank, common = _Rank(world, seed), random.Random(seed)
-    made = 0
-    while limit.allows(made):
+    for _ in range(num_steps):
         rank.step(common)
-        made += 1
-    return Steps(made=made, trained=rank.retry.num_steps, repeated=rank.retry.num_retried)
+    return rank.retry.num_steps, rank.retry.num_retried
 
 
-def train(
-    world: World, *, seed: int, num_steps: int, seconds: float = math.inf
-) -> tuple[Records, Steps]:
-    """Return the collectives of all ranks and the steps that were made.
+def train(world: World, *, seed: int, num_steps: int) -> tuple[Records, tuple[int, int]]:
+    """Return the collectives of all ranks, training steps, and those of them that were repeated.
 
     Args:
         world: the grid of ranks.
         seed: of all that is drawn.
-        num_steps: the most steps.
-        seconds: after which no step begins.
+        num_steps: steps, with those that only evaluate.
     """
     torch.manual_seed(seed)
-    limit = _Limit(num_steps, seconds)
     with (
         megatron_on_cpu(),
         patch.object(retry, "check_retry"),
         recorded(world.num_ranks) as records,
     ):
-        steps = run_on_threads(world.num_ranks, _train, world, seed, limit)
+        steps = run_on_threads(world.num_ranks, _train, world, seed, num_steps)
     assert len(set(steps)) == 1
     return records, steps[0]

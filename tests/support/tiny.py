@@ -62,12 +62,7 @@ def padded_layer(options: PaddedOptions | None = None, **settings: Any) -> Any:
     made = config(**settings)
     if options is not None:
         made.padded_dispatch = options
-    return padded_layer_of(made)
-
-
-def padded_layer_of(config: TransformerConfig) -> Any:
-    """Build a MoE layer with the padded dispatcher from a config."""
-    return layer(config, padded_spec(layer_spec()))
+    return layer(made, padded_spec(layer_spec()))
 
 
 @contextmanager
