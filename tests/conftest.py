@@ -3,7 +3,7 @@
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -86,17 +86,6 @@ def pool4() -> Iterator[WorkerPool]:
     """Provide four workers with a gloo default group, which is new for each module."""
     with WorkerPool(4) as pool:
         yield pool
-
-
-@pytest.fixture(scope="module")
-def on_ranks(pool2: WorkerPool, pool4: WorkerPool) -> Callable[..., list[Any]]:
-    """Return a function that runs `fn(*args)` on 1, 2 or 4 ranks; 1 is this process."""
-    pools = {2: pool2, 4: pool4}
-
-    def run(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        return [fn(*args)] if num_ranks == 1 else pools[num_ranks].run(fn, *args)
-
-    return run
 
 
 @pytest.fixture(scope="session")
