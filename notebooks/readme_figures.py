@@ -140,7 +140,7 @@ def draw_idea() -> Figure:
         ),
         (
             "padded_dispatch",
-            "Sizes are fixed, free slots hold zeros,\nand experts compute real rows only.",
+            "One store of fixed size holds the real\nrows of all layers, and nothing else.",
         ),
     )
     for ax, (title, text) in zip(axes, titles, strict=True):
@@ -152,24 +152,27 @@ def draw_idea() -> Figure:
         ax.set_ylim(6.6, -0.4)
     for expert, rows in enumerate(demand):
         y = 1.3 * expert
-        for ax in axes:
+        for ax in axes[:2]:
             ax.text(-0.35, y + 0.45, f"expert {expert}", fontsize=8, ha="right", va="center")
         for row in range(rows):
             _cell(axes[0], row, y, facecolor=BLUE)
         if not rows:
             axes[0].text(0, y + 0.45, "no rows at all", fontsize=8, va="center", color=RED)
-        for ax, padding in (
-            (axes[1], {"facecolor": ORANGE, "alpha": 0.55}),
-            (axes[2], {"facecolor": "white", "edgecolor": GREY}),
-        ):
-            for row in range(capacity):
-                _cell(ax, row, y, **({"facecolor": BLUE} if row < rows else padding))
-            for row in range(capacity, rows):
-                _cell(ax, row + 0.15, y, facecolor="none", edgecolor=RED, linestyle=":")
-            if rows > capacity:
-                ax.text(
-                    rows + 0.3, y - 0.2, "dropped", fontsize=7, ha="right", color=RED, va="bottom"
-                )
+        padding = {"facecolor": ORANGE, "alpha": 0.55}
+        for row in range(capacity):
+            _cell(axes[1], row, y, **({"facecolor": BLUE} if row < rows else padding))
+        for row in range(capacity, rows):
+            _cell(axes[1], row + 0.15, y, facecolor="none", edgecolor=RED, linestyle=":")
+        if rows > capacity:
+            at = rows + 0.3, y - 0.2
+            axes[1].text(*at, "dropped", fontsize=7, ha="right", color=RED, va="bottom")
+    looks = [{"facecolor": BLUE}] * sum(demand) + [{"facecolor": GREEN}] * 9
+    looks += [{"facecolor": "white", "edgecolor": GREY}] * (28 - len(looks))
+    for number, look in enumerate(looks):
+        _cell(axes[2], number % 7, 1.3 * (number // 7), **look)
+    for line, name in ((0, "layer 1"), (2, "layer 2"), (3, "free")):
+        place = (-0.35, "right") if name != "free" else (7.1, "left")
+        axes[2].text(place[0], 1.3 * line + 0.45, name, fontsize=8, ha=place[1], va="center")
     return figure
 
 
