@@ -5,13 +5,17 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.parity import megatron
-from tests.support.pool import WorkerPool
+from tests.support.pool import WorkerPool, end_idle_workers
 from tests.support.sharded_training import fsdp_on_cpu, losses
 
 
 @pytest.fixture(scope="module", autouse=True)
 def workers_end(pool2: WorkerPool) -> Iterator[None]:
-    """End the workers: caches of DTensor keep meshes of Megatron-FSDP, and those hold groups."""
+    """Take new workers, and end them: caches of DTensor keep meshes, and those hold groups.
+
+    A worker that other tests had used has died in a collective of Megatron-FSDP.
+    """
+    end_idle_workers()
     yield
     pool2.end()
 
