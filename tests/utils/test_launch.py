@@ -87,6 +87,12 @@ JOB = """
 """
 
 
+def _as_a_terminal_starts() -> None:
+    """Block and ignore no signal: a child inherits both from the process that runs the tests."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks into /proc")
 @pytest.mark.parametrize(
     ("where", "number"), [("importing", signal.SIGINT), ("working", signal.SIGKILL)]
@@ -100,6 +106,7 @@ def test_a_signal_ends_all_processes(tmp_path, where, number):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_as_a_terminal_starts,
     ) as process:
         try:
             assert process.stdout is not None
