@@ -210,19 +210,6 @@ class DispatchConfig:
             return num_tokens
         return min(num_tokens, self.num_local_experts * self.capacity(num_tokens))
 
-    def may_drop(self, num_tokens: int) -> bool:
-        """Return whether a routing can ask for more than there is room for.
-
-        Raises:
-            ValueError: if T = 0.
-        """
-        require_tokens(num_tokens)
-        if self.fits:
-            return False
-        if self.capacity_pool == "expert":
-            return self.capacity(num_tokens) < num_tokens
-        return self.rows(num_tokens) < self.most_rows(num_tokens)
-
     @property
     def _factor(self) -> float:
         """The factor of sizes that do not depend on the routing."""

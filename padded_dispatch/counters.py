@@ -147,21 +147,9 @@ class Counters:
         self.num_unplaced += unplaced_E.sum()
 
     @torch.no_grad()
-    def add_received(
-        self, count_SL: Tensor, kept_L: Tensor | None = None, need: Tensor | None = None
-    ) -> None:
-        """Count a pass at the rank of its experts: in torch what `kernels.layout` counts.
-
-        Args:
-            count_SL: rows that arrived.
-            kept_L: those that found room in a store; None if the sources counted them.
-            need: rows that would have held all; None if the sources counted it.
-        """
+    def add_received(self, count_SL: Tensor) -> None:
+        """Count a pass of cells at the rank of its experts, where `count_SL` rows arrived."""
         self.idle_passes += count_SL.sum() == 0
-        if kept_L is not None:
-            self.kept_L += kept_L
-        if need is not None:
-            torch.maximum(self.max_need, need.squeeze(), out=self.max_need)
 
     def of_receiver(self) -> dict[str, Tensor]:
         """Return what the layout of a pass counts, by the names that `kernels.layout` has."""

@@ -33,6 +33,7 @@ from padded_dispatch.experts.padded import ExpertInput, Sent
 from padded_dispatch.experts.store import Rooms, Store, fitting, scratch
 from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
 from padded_dispatch.routing.select import Selection, select
+from padded_dispatch.utils.phases import in_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +133,7 @@ class PaddedDispatcher:
     def _rooms(self, num_tokens: int) -> Rooms:
         if self.config.fits:
             return fitting()
-        in_backward = torch._C._current_graph_task_id() != -1  # A recomputed pass keeps nothing.
-        if in_backward or not torch.is_grad_enabled():
+        if in_backward() or not torch.is_grad_enabled():
             return scratch(self.config, num_tokens)
         return self.store.rooms([self._number], num_tokens)
 

@@ -103,7 +103,7 @@ def test_a_wrong_value_is_named(changes, message):
 @pytest.mark.parametrize("num_tokens", [0, -1])
 def test_no_tokens_are_refused(num_tokens):
     config = DispatchConfig(**GOOD)
-    for size in (config.capacity, config.rows, config.wire_slots, config.may_drop):
+    for size in (config.capacity, config.rows, config.wire_slots):
         with pytest.raises(
             ValueError, match=f"^num_tokens must be at least 1, got {num_tokens}; pad"
         ):
@@ -115,27 +115,26 @@ POOLS = pytest.mark.parametrize("capacity_pool", CAPACITY_POOLS)
 
 @POOLS
 @pytest.mark.parametrize(
-    ("changes", "rows", "slots", "may_drop"),
+    ("changes", "rows", "slots"),
     [
         # share = 100 * 2; most = 4 * 100 * 2; C = 32, and 2 local experts.
-        ({}, {"store": 250, "expert": 256}, 64, True),
-        ({"capacity_factor": 3.9}, {"store": 780, "expert": 784}, 100, True),
+        ({}, {"store": 250, "expert": 256}, 64),
+        ({"capacity_factor": 3.9}, {"store": 780, "expert": 784}, 100),
         # C = T from here on.
-        ({"capacity_factor": 4.0}, {"store": 800, "expert": 800}, 100, False),
-        ({"capacity_factor": NO_DROP}, {"store": 800, "expert": 800}, 100, False),
-        ({"etp_size": 3}, {"store": 750, "expert": 768}, 64, True),
-        ({"num_experts": 4}, {"store": 250, "expert": 252}, 63, True),  # One expert a rank.
-        ({"num_experts": 4, "capacity_factor": 2.0}, {"store": 400, "expert": 400}, 100, False),
-        ({"capacity_factor": 1e-9}, {"store": 1, "expert": 8}, 2, True),
+        ({"capacity_factor": 4.0}, {"store": 800, "expert": 800}, 100),
+        ({"capacity_factor": NO_DROP}, {"store": 800, "expert": 800}, 100),
+        ({"etp_size": 3}, {"store": 750, "expert": 768}, 64),
+        ({"num_experts": 4}, {"store": 250, "expert": 252}, 63),  # One expert a rank.
+        ({"num_experts": 4, "capacity_factor": 2.0}, {"store": 400, "expert": 400}, 100),
+        ({"capacity_factor": 1e-9}, {"store": 1, "expert": 8}, 2),
     ],
 )
-def test_rows_by_hand(capacity_pool, changes, rows, slots, may_drop):
+def test_rows_by_hand(capacity_pool, changes, rows, slots):
     given = {**GOOD, "num_ranks": 4, **changes}
     config = DispatchConfig(**given, capacity_pool=capacity_pool)
     assert config.share(100) == 200 * config.etp_size
     assert config.rows(100) == rows[capacity_pool]
     assert config.wire_slots(100) == slots
-    assert config.may_drop(100) == may_drop
 
 
 @POOLS
@@ -145,7 +144,7 @@ def test_rows_by_hand(capacity_pool, changes, rows, slots, may_drop):
     etp_size=st.integers(1, 2),
     alignment=st.sampled_from([1, 16]),
 )
-def test_what_cannot_drop_has_room_for_every_routing(
+def test_rooms_are_at_most_those_of_every_routing(
     capacity_pool, sizes, num_ranks, etp_size, alignment
 ):
     num_tokens, num_experts, top_k, factor = sizes
@@ -162,7 +161,7 @@ def test_what_cannot_drop_has_room_for_every_routing(
     assert most == num_ranks * etp_size * num_tokens * min(top_k, num_experts)
     assert 1 <= rows <= most
     assert 1 <= config.wire_slots(num_tokens) <= num_tokens
-    if not config.may_drop(num_tokens):
+    if config.capacity(num_tokens) == num_tokens and capacity_pool == "expert":
         assert rows == most
         assert config.wire_slots(num_tokens) == num_tokens
 
@@ -180,4 +179,3 @@ def test_sizes_of_a_pass_that_fits_are_not_known_before(capacity_pool):
             size(7)
     assert config.wire_slots(7) == 7
     assert config.most_rows(7) == 14
-    assert not config.may_drop(7)

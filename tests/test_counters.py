@@ -9,6 +9,8 @@ import torch
 
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.counters import Counters, Snapshot, mass_units, snapshot_of
+from padded_dispatch.experts.plain import store_offsets
+from padded_dispatch.experts.store import Room
 from padded_dispatch.routing.select import select
 
 
@@ -40,9 +42,10 @@ def test_a_store_is_counted_where_its_rows_are_kept():
     probs_TE = torch.where(asked_TE, 0.5, torch.nan)
     selection = select(asked_TE, probs_TE, capacity=3)
     counters.observe(asked_TE, probs_TE, selection, False)
-    for need in (20, 15):
-        kept_L, need = torch.tensor([4, 1], dtype=torch.int32), torch.tensor([need])
-        counters.add_received(torch.tensor([[4, 0], [2, 1]], dtype=torch.int32), kept_L, need)
+    count_SL = torch.tensor([[4, 0], [2, 1]], dtype=torch.int32)
+    for later in (13, 8):  # 7 rows need 20, then 15; room for 5 holds two of each expert.
+        room = Room(limit=5, most=9, share=7, later=later)
+        store_offsets(count_SL, room, **counters.of_receiver())
     assert counters.demand_E.tolist() == [2, 0, 0, 2, 2, 0]
     assert counters.kept_E.tolist() == [0, 0, 8, 2, 0, 0]
     assert counters.kept_L.tolist() == [8, 2]

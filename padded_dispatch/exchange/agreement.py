@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch.exchange.mirror import mirror_of, time_limit
+from padded_dispatch.utils.phases import is_capturing
 
 # Named values. Ranks agree if the text of each value is the same.
 Values = tuple[tuple[str, object], ...]
@@ -76,7 +77,7 @@ class Agreement:
         if torch.compiler.is_compiling():
             return  # Dynamo guards shapes itself, and a traced program cannot run collectives here.
         key = tuple(shapes.items())
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             if self._mirror is not None and key not in self._compared:
                 shown = ", ".join(f"{name}={value}" for name, value in key)
                 raise ValueError(

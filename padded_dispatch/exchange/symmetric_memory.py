@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.exchange.mirror import group_name, time_limit
+from padded_dispatch.utils.phases import is_capturing
 
 _ALIGNMENT = 256
 _NATIVE_ATOMICS = 3  # of the driver's attributes of a way between two GPUs: 1 over NVLink only
@@ -160,7 +161,7 @@ def buffers_of(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> 
     """
     known = _groups.setdefault(group, _Group())
     if shape not in known.buffers:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise ValueError(
                 "buffers of exchange='direct' must exist before a CUDA graph is captured, got the "
                 f"new {shape}; run one eager step with the same shapes before capturing"

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from padded_dispatch.counters import Counters
@@ -56,6 +57,12 @@ class ExpertWeights:
     fc2_spare_LDF: Tensor | None = None
     fc1_delayed: Delayed | None = None
     fc2_delayed: Delayed | None = None
+
+
+def unspecified_gradient(sums_LOI: Tensor, spare_LOI: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return what autograd gets for a weight whose gradient was added to `sums_LOI`."""
+    # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
+    return torch.empty_like(sums_LOI, dtype=dtype) if spare_LOI is None else spare_LOI.detach()
 
 
 @dataclass(frozen=True, kw_only=True)

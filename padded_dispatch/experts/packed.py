@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from padded_dispatch.exchange import Homeward, Layout, Values
-from padded_dispatch.experts import Call, ExpertWeights
+from padded_dispatch.experts import Call, ExpertWeights, unspecified_gradient
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.kernels import Segments, gemm, grouped, layout, rows
 from padded_dispatch.kernels import activation as curves
@@ -204,7 +204,4 @@ def _weight_gradient(
     gemm.add_weight_gradients(
         grad, rows_NI, segments, sums_LOI, grad_stored=stored, rows_stored=stored
     )
-    # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
-    return (
-        torch.empty_like(sums_LOI, dtype=rows_NI.dtype) if spare_LOI is None else spare_LOI.detach()
-    )
+    return unspecified_gradient(sums_LOI, spare_LOI, rows_NI.dtype)

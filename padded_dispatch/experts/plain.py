@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.exchange.collectives import CollectiveWire
-from padded_dispatch.experts import Call, Delayed, ExpertWeights
+from padded_dispatch.experts import Call, Delayed, ExpertWeights, unspecified_gradient
 from padded_dispatch.experts.activation import Activation, activate
 from padded_dispatch.experts.store import Room
 
@@ -101,12 +101,11 @@ def rows_of_choices(
     return torch.where(is_ours, torch.where(place_SPK < level, row_SPK, -2), -1)
 
 
-def choices_of_rows(row_SPK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that choices have, ascending, and the number of the choice of each, [n]."""
-    row_C = row_SPK.flatten().long()
+def choices_of_rows(row_SPK: Tensor) -> Tensor:
+    """Return the number of the choice of each row, [n]."""
+    row_C = row_SPK.flatten()
     choice_N = (row_C >= 0).nonzero().flatten()
-    row_N, order_N = row_C[choice_N].sort()
-    return row_N, choice_N[order_N]
+    return choice_N[row_C[choice_N].argsort()]
 
 
 def take(values_SPD: Tensor, slot_N: Tensor) -> Tensor:
@@ -125,17 +124,7 @@ def add(rows_ND: Tensor, slot_N: Tensor, num_sources: int, num_slots: int) -> Te
 def run(
     tokens_TD: Tensor, prob_TK: Tensor, weights: ExpertWeights, activation: Activation, call: Call
 ) -> Tensor:
-    """Compute the experts of a pass: [T, D].
-
-    Every kept choice adds `prob * (fc2(f(fc1 + bias)) + bias)` to its token.
-
-    Args:
-        tokens_TD: floating point.
-        prob_TK: at least fp32, the probability of every choice of `call.plan`.
-        weights: of all experts on this rank, in the dtype of the tokens.
-        activation: between fc1 and fc2.
-        call: what the host decided for this pass.
-    """
+    """Do what `experts.run` says, for any floating point dtype."""
     num_experts = len(weights.fc1_LGD)
     wire = cast(CollectiveWire, call.wire)  # Direct stores need a GPU.
     arrived = wire.open(tokens_TD, prob_TK)
@@ -144,7 +133,7 @@ def run(
     counted = {} if call.counters is None else call.counters.of_receiver()
     offsets, level, before = store_offsets(arrived.count_SL, room, **counted)
     row_SPK = rows_of_choices(arrived.expert_SPK, arrived.place_SPK, offsets, level, num_experts)
-    _, choice_N = choices_of_rows(row_SPK)
+    choice_N = choices_of_rows(row_SPK)
     slot_N = choice_N // row_SPK.shape[2]
     prob_N = prob_SPK.flatten().index_select(0, choice_N)
     kept_L = offsets[:: len(values_SPD)].diff().tolist()
@@ -230,8 +219,7 @@ def _deliver(
     if sums_LOI is None:
         return grad_LOI.to(dtype)
     sums_LOI += grad_LOI
-    # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
-    return torch.empty_like(grad_LOI, dtype=dtype) if spare_LOI is None else spare_LOI.detach()
+    return unspecified_gradient(sums_LOI, spare_LOI, dtype)
 
 
 class _Release(torch.autograd.Function):

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig
+from padded_dispatch.utils.phases import is_capturing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,25 +89,27 @@ class _Stack:
     def __init__(self, num_rows: int, top: Tensor) -> None:
         self.num_rows, self.top = num_rows, top
         self.captured = False
-        self._entries: list[tuple[int, weakref.ref[Entry]]] = []
+        self._entries: list[weakref.ref[Entry]] = []
         self._buffers: dict[tuple[int, int, torch.dtype], Buffers] = {}
 
     @property
     def last(self) -> int:
         """Number of the last call with rows here; -1 if there is none."""
-        while self._entries and self._entries[-1][1]() is None:
+        while self._entries:
+            if (entry := self._entries[-1]()) is not None:
+                return entry.number
             self._entries.pop()
-        return self._entries[-1][0] if self._entries else -1
+        return -1
 
     def push(self, number: int) -> Entry:
         """Note that a call has rows from now on."""
         entry = Entry(number)
-        self._entries.append((number, weakref.ref(entry)))
+        self._entries.append(weakref.ref(entry))
         return entry
 
     def pop(self, entry: Entry) -> None:
         """Note that a call has no rows any more."""
-        self._entries = [one for one in self._entries if one[1]() is not entry]
+        self._entries = [one for one in self._entries if one() is not entry]
 
     def buffers(self, width: int, fc1_width: int, dtype: torch.dtype) -> Buffers:
         """Return the memory of rows of such widths, new at the first call."""
@@ -203,7 +206,7 @@ class Store:
 
     def stack(self, numbers: Sequence[int], num_rows: int, device: torch.device) -> _Stack:
         """Return the stack for the next call of a layer."""
-        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        captures = is_capturing()
         mine = [stack for stack in self._stacks if stack.captured == captures]
         found = [stack for stack in mine if -1 < stack.last < numbers[-1]]
         if not found:
@@ -240,19 +243,18 @@ class _Stacked:
 
     def take(self, count_SL: Tensor) -> Room:
         store, num_tokens = self.store, self.num_tokens
-        num_rows = store.num_rows(num_tokens)
+        configs = [config() for config in store._configs]
+        rows = [config.rows(num_tokens) for config in configs]
+        num_rows = sum(rows)
         stack = store.stack(self.numbers, num_rows, count_SL.device)
         last = stack.last
         number = next(number for number in self.numbers if number > last)
-        configs = [config() for config in store._configs]
-        config = configs[number]
-        share = config.share(num_tokens)
-        later = sum(
-            min(one.share(num_tokens), one.rows(num_tokens)) for one in configs[number + 1 :]
-        )
+        behind = zip(configs[number + 1 :], rows[number + 1 :], strict=True)
+        later = sum(min(config.share(num_tokens), room) for config, room in behind)
+        share = configs[number].share(num_tokens)
         return Room(
             limit=num_rows - later,
-            most=min(config.most_rows(num_tokens), max(num_rows, 5 * share)),
+            most=min(configs[number].most_rows(num_tokens), max(num_rows, 5 * share)),
             share=share,
             top=stack.top,
             first=last < 0,

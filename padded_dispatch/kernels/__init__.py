@@ -1,9 +1,9 @@
 """Triton kernels and their launchers: tensors and ints in, tensors out.
 
-They need Triton, which comes with torch's CUDA builds. Their ops import them at the first CUDA
-tensor. With TRITON_INTERPRET=1 they run on a CPU, which is how their logic is tested. Every module
-has the kernels of the `ops` module of the same name; `gemm` has the products of `ops.grouped`, and
-`direct` the kernels of `exchange.direct`.
+They need Triton, which comes with torch's CUDA builds. Their callers import them at the first CUDA
+tensor. With TRITON_INTERPRET=1 they run on a CPU, which is how their logic is tested. `select` and
+`plan` serve `routing`, `direct` serves `exchange.direct`, `counters` serves `counters`, and the
+others `experts`.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 # Rows of a tile of a grouped product, and the most tiles of one expert that are computed before the
-# next columns of a large weight are: see `gemm`. Shared with ops, as what follows.
+# next columns of a large weight are: see `gemm`.
 ROWS_OF_TILE = 128
 TILES_OF_GROUP = 16
 

@@ -5,7 +5,7 @@
     n    = all rows, if they fit; else every (expert, source) keeps at most w, the largest that fits
     top  = base + n
 
-All of it stays on the device. `padded_dispatch.experts.store` has the rule in plain torch.
+All of it stays on the device. `padded_dispatch.experts.plain` has the rule in plain torch.
 
 Letters: L local experts, S sources, N the most rows of a pass.
 """

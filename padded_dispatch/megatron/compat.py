@@ -12,6 +12,8 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from padded_dispatch.utils.phases import is_capturing
+
 _FIELDS = TransformerConfig.__dataclass_fields__
 _IS_18 = "cuda_graph_modules" in _FIELDS
 _INDEXER_LOSSES = dsa.DSAIndexerLossLoggingHelper
@@ -103,8 +105,7 @@ def capturing() -> bool:
 
     The passes with which Megatron warms up for a capture count, too.
     """
-    by_torch = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return by_torch or is_graph_capturing() or is_graph_warmup()
+    return is_capturing() or is_graph_capturing() or is_graph_warmup()
 
 
 def captures_iteration(config: Any) -> bool:

@@ -45,6 +45,7 @@ from padded_dispatch.megatron.experts import chosen_experts, require_gradients_a
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
+from padded_dispatch.utils.phases import in_backward
 
 # The tensors of `Plan`; experts and places keep the shape that the tokens came in.
 _PLAN_TENSORS = "expert_SBK", "place_SBK", "kept_E", "unplaced_E"
@@ -340,8 +341,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         if config.fits:
             return fitting()
         keeps = torch.is_grad_enabled() and self.configs.in_training
-        repeats = torch._C._current_graph_task_id() != -1  # Inside of backward.
-        if keeps and not repeats and self._calls is not None:
+        if keeps and not in_backward() and self._calls is not None:
             weight = self.experts.linear_fc1.weight
             inputs = tokens_TD, prob_TK, weight, self.experts.linear_fc2.weight
             if any(tensor.requires_grad for tensor in inputs):

@@ -49,6 +49,7 @@ from padded_dispatch.megatron.compat import (
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField, given
 from padded_dispatch.megatron.stacked_linear import ShardedLayout, StackedLinear
+from padded_dispatch.utils.phases import is_capturing
 
 _REMEDY = 'PaddedOptions(experts="module")'
 
@@ -161,7 +162,7 @@ def adds_gradients(config: Any) -> bool:
     if config.cuda_graph_impl == "local":
         return LOCAL_GRAPHS_ADD_GRADIENTS
     if config.cuda_graph_impl == "none":
-        return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        return not is_capturing()
     return True
 
 

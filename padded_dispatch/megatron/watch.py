@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from padded_dispatch.megatron.compat import captures_iteration, capturing, number_in_model
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.telemetry import Copy, LayerShape, Reader, Warnings
+from padded_dispatch.utils.phases import in_backward
 
 _EACH = 10  # steps that are read each, and between two reads later
 
@@ -108,7 +108,7 @@ def see_pass(layer: Any, hidden_states: Any) -> None:
             watch.layers.append(moe)
         vars(moe.token_dispatcher)["watch"] = watch
     # Recompute runs a layer again, inside of backward.
-    if moe is watch.layers[0] and torch._C._current_graph_task_id() == -1:
+    if moe is watch.layers[0] and not in_backward():
         watch.see_pass(hidden_states)
 
 
