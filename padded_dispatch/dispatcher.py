@@ -33,7 +33,7 @@ from padded_dispatch.experts.padded import ExpertInput, Sent
 from padded_dispatch.experts.store import Rooms, Store, fitting, scratch
 from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
 from padded_dispatch.routing.select import Selection, select
-from padded_dispatch.utils.phases import in_backward
+from padded_dispatch.utils.phases import in_backward, trains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +110,7 @@ class PaddedDispatcher:
     ) -> Tensor:
         """Compute the experts of every token: `sum of prob * (fc2(f(fc1(token))) + bias)`, [T, D].
 
-        Passes without gradients, and those that backward computes again, keep no rows; so recompute
-        needs `checkpoint(use_reentrant=True)`, whose first pass has no gradients.
+        Passes without gradients, and those that backward computes again, keep no rows.
 
         Args:
             tokens_TD: floating point [T, D], T the same on every rank; bf16 on CUDA devices.
@@ -133,7 +132,7 @@ class PaddedDispatcher:
     def _rooms(self, num_tokens: int) -> Rooms:
         if self.config.fits:
             return fitting()
-        if in_backward() or not torch.is_grad_enabled():
+        if in_backward() or not trains():
             return scratch(self.config, num_tokens)
         return self.store.rooms([self._number], num_tokens)
 

@@ -32,8 +32,8 @@ ACTIVATIONS = (
 )
 
 
-def draw(number: int) -> tuple[Case, str, bool]:
-    """Draw a case, its pool, and whether it is recomputed."""
+def draw(number: int) -> tuple[Case, str, str]:
+    """Draw a case, its pool, and how it is recomputed."""
     rng = random.Random(number)
     num_ranks, etp_size = rng.choice(WORLDS)
     num_experts = num_ranks * rng.randint(1, 4)
@@ -58,7 +58,7 @@ def draw(number: int) -> tuple[Case, str, bool]:
         biased=rng.random() < 0.5,
         seed=number,
     )
-    return case, pool, rng.random() < 0.2
+    return case, pool, rng.choice(["", "", "", "reentrant", "other"])
 
 
 def fuzz(first: int, num_examples: int, seen: Counter[str]) -> tuple[int, str | None]:

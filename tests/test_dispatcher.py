@@ -85,11 +85,12 @@ def test_every_activation_is_the_oracle(activation, biased):
     check(make_case(config, ["thin", "hot"], **how), "store")
 
 
+@pytest.mark.parametrize("recompute", ["reentrant", "other"])
 @pytest.mark.parametrize("num_ranks", [1, 4, 8])
-def test_recomputed_layers_are_the_oracle(num_ranks):
+def test_recomputed_layers_are_the_oracle(num_ranks, recompute):
     """With eight ranks, both passes of the first layer overflow alike."""
     config = config_of("store", num_ranks, capacity_factor=2.0)
-    check(make_case(config, ["one rank", "hot"], num_tokens=9), "store", recompute=True)
+    check(make_case(config, ["one rank", "hot"], num_tokens=9), "store", recompute)
 
 
 def in_flight(cases: list[Case]) -> list[Found]:

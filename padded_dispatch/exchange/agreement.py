@@ -130,7 +130,11 @@ def _digest(values: Values) -> tuple[int, int]:
 
 
 def _to_bytes(values: Values) -> torch.Tensor:
-    shown = [(name, str(value)[:_LONGEST]) for name, value in values]
+    shown = [(name, str(value)) for name, value in values]
+    for number, (name, value) in enumerate(shown):
+        if len(value) > _LONGEST:  # The digest shows that the rest differs.
+            first, _ = _digest(((name, value),))
+            shown[number] = name, f"{value[:_LONGEST]}... ({first:x})"
     text = json.dumps(shown).encode().ljust(_TEXT_BYTES)
     assert len(text) == _TEXT_BYTES
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)

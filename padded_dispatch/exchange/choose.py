@@ -112,7 +112,8 @@ def agree_on_shapes(
     if not torch.compiler.is_compiling():
         sized = num_tokens and not config.fits
         agreement.check(
-            rules_of(config) + rules,
+            # Without gradients on one rank alone, backward would wait for it.
+            (*rules_of(config), *rules, ("gradients are enabled", torch.is_grad_enabled())),
             T="any but 0" if any_tokens and num_tokens else num_tokens,
             D=hidden_size,
             E=config.num_experts,

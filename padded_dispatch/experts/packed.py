@@ -98,8 +98,10 @@ class _Pass(torch.autograd.Function):
             prob_M=buffers.prob_M,
         )
         home = wire.home(product, laid_out)
-        ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD)
-        ctx.kept = wire, room, found, laid_out, buffers
+        # Autograd may drop memory of the pass's own, and have it filled again by recompute.
+        own = vars(buffers).values() if room.stack is None else ()
+        ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *own)
+        ctx.kept = wire, room, found, laid_out, [] if own else vars(buffers).values()
         ctx.weights, ctx.activation = weights, act
         return home.sum_TD
 
@@ -112,8 +114,9 @@ class _Pass(torch.autograd.Function):
                 "backward must run once per forward pass of packed experts, which overwrites what "
                 "the pass kept, got a second run; leave out retain_graph, or set experts='module'"
             )
-        fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD = ctx.saved_tensors
-        (wire, room, found, laid_out, buffers), ctx.kept = ctx.kept, None
+        fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *own = ctx.saved_tensors
+        (wire, room, found, laid_out, stored), ctx.kept = ctx.kept, None
+        rows_MD, fc1_MG, prob_M, _ = own or stored
         weights, segments = ctx.weights, laid_out.segments
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
         values = wire.push(grad_TD.contiguous())
@@ -122,19 +125,19 @@ class _Pass(torch.autograd.Function):
         grad_NF = gemm.rows_times_weights(grad_ND, fc2_LDF.transpose(1, 2), segments, stored=False)
         hidden_NF, grad_prob_N = curves.activate_backward(
             grad_NF,
-            buffers.fc1_MG,
+            fc1_MG,
             fc1_bias_LG,
-            buffers.prob_M,
+            prob_M,
             segments,
             *_curve(ctx.activation),
         )
         del grad_NF
-        grad_fc1_MG = buffers.fc1_MG  # Overwritten.
+        grad_fc1_MG = fc1_MG  # Overwritten.
         grad_fc2_bias = grad_fc1_bias = None
         if fc2_bias_LD is not None:
             grad_prob_N += grouped.dot_rows(grad_ND, fc2_bias_LD, segments)
         if needs_fc2_bias:
-            grad_fc2_bias = grouped.sum_rows(grad_ND, buffers.prob_M, segments, stored=False)
+            grad_fc2_bias = grouped.sum_rows(grad_ND, prob_M, segments, stored=False)
 
         def of_fc2() -> Tensor:
             sums = weights.fc2_sums_LDF, weights.fc2_spare_LDF
@@ -142,7 +145,7 @@ class _Pass(torch.autograd.Function):
 
         def of_fc1() -> Tensor:
             sums = weights.fc1_sums_LGD, weights.fc1_spare_LGD
-            return _weight_gradient(grad_fc1_MG, buffers.rows_MD, segments, True, *sums)
+            return _weight_gradient(grad_fc1_MG, rows_MD, segments, True, *sums)
 
         def close() -> None:
             if room.top is not None:

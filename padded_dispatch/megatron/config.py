@@ -260,6 +260,9 @@ def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
     """
     moe = [name for name in TransformerConfig.__dataclass_fields__ if name.startswith("moe_")]
     fields = {name: _read(config, name) for name in (*moe, *_COMPARED)}
+    # As text, a recipe is the patterns of its modules.
+    recipe = fields["quant_recipe"]
+    fields["quant_recipe"] = getattr(recipe, "__dict__", recipe)
     values = to_plain(padded_options(config)) | fields
     return tuple((name, str(value)) for name, value in values.items() if not callable(value))
 

@@ -45,7 +45,7 @@ from padded_dispatch.megatron.experts import chosen_experts, require_gradients_a
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
-from padded_dispatch.utils.phases import in_backward
+from padded_dispatch.utils.phases import in_backward, trains
 
 # The tensors of `Plan`; experts and places keep the shape that the tokens came in.
 _PLAN_TENSORS = "expert_SBK", "place_SBK", "kept_E", "unplaced_E"
@@ -180,7 +180,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Return the counters of the layer's mode; None in the first pass of recompute."""
         if not self.configs.in_training:
             return self.eval_counters
-        return self.counters if torch.is_grad_enabled() else None
+        return self.counters if trains() else None
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Run the shared experts beside the exchange (`moe_shared_expert_overlap`)."""
@@ -340,7 +340,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         """Return where the rows of a pass may lie: in the store, if backward will need them."""
         if config.fits:
             return fitting()
-        keeps = torch.is_grad_enabled() and self.configs.in_training
+        keeps = trains() and self.configs.in_training
         if keeps and not in_backward() and self._calls is not None:
             weight = self.experts.linear_fc1.weight
             inputs = tokens_TD, prob_TK, weight, self.experts.linear_fc2.weight

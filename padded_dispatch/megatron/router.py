@@ -33,6 +33,7 @@ from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.routing.select import select
+from padded_dispatch.utils.phases import trains
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -184,15 +185,15 @@ class SelectAfterCounting(TopKRouter):
         selects = has_cells and not config.fits
         capacity = config.capacity(num_tokens) if selects else num_tokens
         selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
-        # Each pass is counted once: recompute runs the router twice, first without gradients.
-        observers = self.selector.observers if torch.is_grad_enabled() else []
+        # Each pass is counted once: recompute runs the router twice.
+        observers = self.selector.observers if trains() else []
         for observer in observers if self.training else self.selector.eval_observers:
             observer.observe(map_TE, probs_TE.detach(), selection, kept_here=has_cells)
         return selection.probs_TE, selection.kept_TE
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         # Does not call super(): stock combines [T, E] with [T] (0.16.1 to 0.19.0), and raises.
-        if self.enable_expert_bias and torch.is_grad_enabled():
+        if self.enable_expert_bias and trains():
             if padding_mask is not None:
                 routing_map = routing_map & ~padding_mask[:, None]
             assert self.local_tokens_per_expert is not None

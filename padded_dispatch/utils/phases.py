@@ -1,4 +1,6 @@
-"""What the calling thread is in the middle of: a capture, a backward pass."""
+"""What the calling thread is in the middle of: a capture, a backward pass, recompute."""
+
+from typing import Any
 
 import torch
 
@@ -11,3 +13,14 @@ def is_capturing() -> bool:
 def in_backward() -> bool:
     """Return whether backward runs, as it does around a recomputed pass, which keeps nothing."""
     return torch._C._current_graph_task_id() != -1
+
+
+def trains() -> bool:
+    """Return whether gradients come from this pass; those of a recomputed one, from its second.
+
+    The first has no gradients, or, in torch's `checkpoint(use_reentrant=False)`, keeps nothing.
+    """
+    torch_c: Any = torch._C
+    hooks = torch_c._autograd._top_saved_tensors_default_hooks(True)
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return torch.is_grad_enabled() and not name.startswith("_checkpoint_hook")

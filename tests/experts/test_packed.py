@@ -4,6 +4,7 @@ Ranks are threads. Unused memory is NaN: what a pass must not read would show in
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.experts import Call, Delayed, ExpertWeights, packed, plain
 from padded_dispatch.experts.activation import Activation
-from padded_dispatch.experts.store import Rooms, Store, fitting, scratch
+from padded_dispatch.experts.store import Buffers, Rooms, Store, fitting, scratch
 from padded_dispatch.kernels import gemm
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from tests.support.grids import poisoned_memory
@@ -217,6 +219,33 @@ def test_rooms_that_keep_nothing_compute_the_same():
         with torch.no_grad():
             assert torch.equal(given(lambda number: scratch(case.config, case.tokens)), kept)
             assert torch.equal(given(lambda number: fitting()), kept)
+
+
+def test_recompute_frees_what_the_first_pass_kept(monkeypatch):
+    """With torch's hooks of saved tensors, whose second pass only fills the memory again."""
+    case, made, found = Case(routings=("thin",)), [], []
+    empty = Buffers.empty
+
+    def noted(*sizes: Any) -> Buffers:
+        made.append(buffers := empty(*sizes))
+        return buffers
+
+    monkeypatch.setattr(Buffers, "empty", noted)
+    for recompute in (False, True):
+        model, exchange = Model(case, torch.float32), exchange_of(case)
+        run = partial(forward, model, packed.run, exchange, lambda _: scratch(case.config, TOKENS))
+        with poisoned_memory():
+            out_TD = checkpoint(run, use_reentrant=False) if recompute else run()
+            assert isinstance(out_TD, Tensor)
+            kept = [weakref.ref(buffers.fc1_MG) for buffers in made]
+            made.clear()
+            assert [one() is None for one in kept] == [recompute]
+            out_TD.backward(model.grad_TD)
+        assert len(made) == recompute
+        made.clear()
+        found.append({"out": out_TD.detach()} | model.gradients())
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
 
 
 def test_backward_runs_once():

@@ -128,9 +128,13 @@ def test_a_layer_may_run_several_times_in_a_pass():
 
 
 def _in_rooms(made: Any, how: str, given: Tensor) -> None:
-    if how == "recompute":
-        output = checkpoint(lambda x: made(x)[0], given, use_reentrant=True)
+    if "recompute" in how:
+        counters = made.token_dispatcher.counters
+        output = checkpoint(lambda x: made(x)[0], given, use_reentrant=how == "recompute")
+        assert not counters.totals.any()
         output.sum().backward()
+        counted = counters.num_passes, counters.demand_E.sum(), counters.kept_E.sum()
+        assert torch.stack(counted).tolist() == [1, 6 * K, 6 * K]
     elif how == "no gradient":
         with torch.no_grad():
             made(given)
@@ -153,6 +157,7 @@ def _in_rooms(made: Any, how: str, given: Tensor) -> None:
     [
         ("training", ["rooms"]),
         ("recompute", ["scratch", "scratch"]),
+        ("other recompute", ["scratch", "scratch"]),
         ("no gradient", ["scratch"]),
         ("frozen", ["scratch"]),
         ("evaluation", ["fitting"]),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.transformer.moe.router import TopKRouter
 
 from padded_dispatch.config import POLICIES
@@ -83,13 +84,19 @@ def _disagreements() -> dict[str, str]:
         differ("moe_router_topk_scaling_factor is None on rank 0, 2.0 on rank 1", scaled)
         # They would have the same capacity here, and so the same shapes.
         differ("training is 1 on rank 0, 0 on rank 1", made().train(not other))
+        # They differ behind what an error shows of a value.
+        part = {"later": "x" * 400 + str(other)}
+        recipe = RecipeConfig.from_config_dict({"configs": {"all": {"training_recipe": part}}})
+        differ("quant_recipe is {'configs': {'all': {'training_rec", made(quant_recipe=recipe))
+        with torch.set_grad_enabled(not other):
+            differ("gradients are enabled is True on rank 0, False on rank 1", made())
         controlled = made()
         controlled.selector.configs.controlled = other
         differ("layer has a Telemetry is False on rank 0, True on rank 1", controlled)
         routers = made(), made()
         routers[1].set_layer_number(2)
         # The numbers of dispatchers count those above.
-        differ("caller is layer 1 (dispatcher 5) on rank 0, layer 2 (", routers[other])
+        differ("caller is layer 1 (dispatcher 7) on rank 0, layer 2 (", routers[other])
     return found
 
 

@@ -364,31 +364,33 @@ class Model:
         out_ND = padded_experts(sent.expert_input, weights, self.case.activation)
         return dispatcher.combine(out_ND, sent)
 
-    def forward(self, rank: OneRank, recompute: bool = False) -> Tensor:
+    def forward(self, rank: OneRank, recompute: str = "") -> Tensor:
         tokens_TD = rank.tokens_TD
         for layer in range(len(self.case.layers)):
             given = rank, layer, tokens_TD
             if recompute:
-                add: Any = checkpoint(self.layer, *given, use_reentrant=True)
+                reentrant = recompute == "reentrant"
+                add: Any = checkpoint(self.layer, *given, use_reentrant=reentrant)
+                assert stacks_are_empty(self.store)
             else:
                 add = self.layer(*given)
             tokens_TD = tokens_TD + add
         return tokens_TD
 
 
-def _one_pass(case: Case, pool: str, recompute: bool = False) -> tuple[Found, bool]:
+def _one_pass(case: Case, pool: str, recompute: str = "") -> tuple[Found, bool]:
     model, rank = Model(case, pool), OneRank(case)
     found = rank.found(model.forward(rank, recompute))
     return found, stacks_are_empty(model.store)
 
 
-def check(case: Case, pool: str, recompute: bool = False) -> None:
+def check(case: Case, pool: str, recompute: str = "") -> None:
     """Compare a pass of the dispatcher on all ranks with the oracle.
 
     Args:
         case: layers and tokens.
         pool: "padded" for experts that read padded cells; else our packed experts compute.
-        recompute: whether backward computes each layer again.
+        recompute: "reentrant" or "other", if backward computes each layer again.
     """
     results = on_all_ranks(case.config, _one_pass, case, pool, recompute)
     assert_found([found for found, _ in results], expected(case, keeps=not recompute))
