@@ -1,4 +1,4 @@
-"""What the calling thread is in the middle of: a capture, a backward pass, recompute."""
+"""Phases of the calling thread: a capture, a backward pass, recompute."""
 
 from typing import Any
 
