@@ -86,6 +86,9 @@ class DispatchConfig:
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert's ffn between them (expert tensor parallel).
 
+    Attributes:
+        fits: whether the sizes of a pass follow from its routing.
+
     Raises:
         ValueError: names the field, its value and what to change.
     """
@@ -98,7 +101,7 @@ class DispatchConfig:
     policy: Policy = "probs"
     num_ranks: int = 1
     etp_size: int = 1
-    _capacity_step: int = field(init=False, repr=False)
+    fits: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "alignment", "num_ranks", "etp_size"):
@@ -134,9 +137,7 @@ class DispatchConfig:
         for name, choices in (("capacity_pool", CAPACITY_POOLS), ("policy", POLICIES)):
             value = getattr(self, name)
             require(value in choices, name, value, f"be one of {', '.join(choices)}")
-        # Not in capacity(), because Dynamo cannot trace math.gcd of a symbolic number.
-        step = self.alignment // math.gcd(self.alignment, self.num_sources)
-        object.__setattr__(self, "_capacity_step", step)
+        object.__setattr__(self, "fits", factor == FIT)
 
     @property
     def num_local_experts(self) -> int:
@@ -147,11 +148,6 @@ class DispatchConfig:
     def num_sources(self) -> int:
         """Ranks that send rows to one expert's buffer (S)."""
         return self.num_ranks * self.etp_size
-
-    @property
-    def fits(self) -> bool:
-        """True if the sizes of a pass follow from its routing."""
-        return self.capacity_factor == FIT
 
     def capacity(self, num_tokens: int) -> int:
         """Return the slots of a cell (C) for T = `num_tokens` tokens on this rank.
@@ -170,7 +166,8 @@ class DispatchConfig:
         if factor != NO_DROP:
             slots = math.ceil((num_tokens * self.top_k / self.num_experts) * factor)
         slots = max(1, min(num_tokens, slots))
-        return -(-slots // self._capacity_step) * self._capacity_step
+        step = self.alignment // math.gcd(self.alignment, self.num_sources)
+        return -(-slots // step) * step
 
     def share(self, num_tokens: int) -> int:
         """Return the rows of one rank's experts in a pass in perfect balance."""

@@ -43,22 +43,24 @@ class Agreement:
 
     A rank may come later than another by the longest time limit of the groups.
 
-    Attributes:
-        layer: number of the layer in the model, once it is known; for errors.
     """
 
     def __init__(self, *groups: dist.ProcessGroup | None) -> None:
         wide = [group for group in groups if group is not None and group.size() > 1]
-        self.layer: int | None = None
         self._limit_s = max(map(time_limit, wide), default=0.0)
         self._mirror = mirror_of(wide, self._limit_s) if wide else None
         self._number = 1
         if self._mirror is not None:
             self._mirror.num_agreements += 1
             self._number = self._mirror.num_agreements
+        self._layer, self._caller = -1, f"dispatcher {self._number}"
         self._num_calls = 0
         self._compared: set[Values] = set()
         self._digests: dict[Values, tuple[int, int]] = {}
+
+    def name_layer(self, number: int) -> None:
+        """Take the number of the layer in the model, for errors."""
+        self._layer, self._caller = number, f"layer {number} (dispatcher {self._number})"
 
     def check(self, rules: Values = (), /, **shapes: object) -> None:
         """Raise on every rank if a value of one rank differs.
@@ -74,8 +76,6 @@ class Agreement:
                 if no eager call has compared these shapes.
             AbsentRanksError: on every rank that waits, if others do not come; it names them.
         """
-        if torch.compiler.is_compiling():
-            return  # Dynamo guards shapes itself, and a traced program cannot run collectives here.
         key = tuple(shapes.items())
         if is_capturing():
             if self._mirror is not None and key not in self._compared:
@@ -98,7 +98,7 @@ class Agreement:
         """
         if self._mirror is None:
             return number
-        where = f"call {self._num_calls} of {self._caller()}"
+        where = f"call {self._num_calls} of {self._caller}"
         row = torch.tensor([number])
         return int(self._mirror.gather(row, self._limit_s, where).max())
 
@@ -107,19 +107,14 @@ class Agreement:
         values = shapes + rules
         if values not in self._digests:
             self._digests[values] = _digest(values)
-        layer = -1 if self.layer is None else self.layer
-        row = torch.tensor([self._number, layer, self._num_calls, *self._digests[values]])
-        where = f"call {self._num_calls} of {self._caller()}"
+        row = torch.tensor([self._number, self._layer, self._num_calls, *self._digests[values]])
+        where = f"call {self._num_calls} of {self._caller}"
         rows = self._mirror.gather(row, self._limit_s, where)
         if (rows != row).any():
-            own = ("caller", self._caller()), ("call number", self._num_calls), *values
+            own = ("caller", self._caller), ("call number", self._num_calls), *values
             texts = self._mirror.gather(_to_bytes(own), self._limit_s, where)
             values_of = [dict(json.loads(bytes(text.tolist()))) for text in texts]
             raise ValueError(_differences(self._mirror.ranks, values_of))
-
-    def _caller(self) -> str:
-        number = f"dispatcher {self._number}"
-        return number if self.layer is None else f"layer {self.layer} ({number})"
 
 
 def _digest(values: Values) -> tuple[int, int]:

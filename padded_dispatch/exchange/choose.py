@@ -109,21 +109,28 @@ def agree_on_shapes(
         AbsentRanksError: on all ranks that wait, when one does not come.
     """
     num_tokens, hidden_size = tokens_TD.shape
-    if not torch.compiler.is_compiling():
-        sized = num_tokens and not config.fits
-        agreement.check(
-            # Without gradients on one rank alone, backward would wait for it.
-            (*rules_of(config), *rules, ("gradients are enabled", torch.is_grad_enabled())),
-            T="any but 0" if any_tokens and num_tokens else num_tokens,
-            D=hidden_size,
-            E=config.num_experts,
-            K=config.top_k,
-            C=config.capacity(num_tokens) if sized else 0,
-            rows=config.rows(num_tokens) if sized else 0,
-            dtype=tokens_TD.dtype,
-            **shapes,
-        )
+    agreement.check(
+        # Without gradients on one rank alone, backward would wait for it.
+        (*rules_of(config), *rules, ("gradients are enabled", torch.is_grad_enabled())),
+        D=hidden_size,
+        dtype=tokens_TD.dtype,
+        **sizes_of(config, num_tokens, any_tokens),
+        **shapes,
+    )
     require_tokens(num_tokens)
+
+
+@functools.cache
+def sizes_of(config: DispatchConfig, num_tokens: int, any_tokens: bool) -> dict[str, object]:
+    """Return the sizes of a pass that `agree_on_shapes` compares."""
+    sized = num_tokens and not config.fits
+    return {
+        "T": "any but 0" if any_tokens and num_tokens else num_tokens,
+        "E": config.num_experts,
+        "K": config.top_k,
+        "C": config.capacity(num_tokens) if sized else 0,
+        "rows": config.rows(num_tokens) if sized else 0,
+    }
 
 
 @functools.cache

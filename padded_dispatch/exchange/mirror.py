@@ -31,9 +31,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
-    distributed_c10d,
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import (
+    BroadcastOptions,
+    GatherOptions,
+    PrefixStore,
 )
 
 _GRACE_S = 2.0  # for ranks that wait to post that they do, after the first of them has failed
@@ -106,17 +108,36 @@ class Mirror:
             AbsentRanksError: on all ranks that wait, if one does not come; on a rank that comes too
                 late; and in each later call.
         """
-        rows = row.new_empty(len(self.ranks), *row.shape)
-        self._collect(lambda: self._gather(row, rows, limit_s), limit_s, where)
-        return rows
+        if not self._failure:
+            rows, problem = self._attempt(row, limit_s)
+            if not problem:
+                self._last = where
+                return rows
+            # Close what gloo has left open: the failure travels on to ranks that wait for this one.
+            self._gloo = None
+            seconds = _GRACE_S + _STORE_S
+            self._failure = _within(seconds, lambda: self._verdict(where, problem))
+            self._failure = self._failure or self._words(where, problem, _NO_STORE)
+        raise AbsentRanksError(self._failure)
 
-    def _gather(self, row: Tensor, rows: Tensor, limit_s: float) -> None:
+    def _attempt(self, row: Tensor, limit_s: float) -> tuple[Tensor, str]:
+        """Return the row of each rank, and what went wrong, "" if nothing did.
+
+        A return value, because an exception would hold frames, and they the connections.
+        """
+        start, rows = time.monotonic(), row.new_empty(len(self.ranks), *row.shape)
+        gathers, broadcasts = GatherOptions(), BroadcastOptions()  # The root is the first rank.
+        gathers.timeout = broadcasts.timeout = timedelta(seconds=limit_s)
         is_first = self._me == self.ranks[0]
-        into = [list(rows)] if is_first else []
-        gathering = self._gloo.gather(into, [row], _limited("GatherOptions", limit_s))
-        if is_first:
-            _wait(gathering)
-        _wait(self._gloo.broadcast([rows], _limited("BroadcastOptions", limit_s)))
+        try:
+            gathering = self._gloo.gather([list(rows)] if is_first else [], [row], gathers)
+            if is_first:
+                _wait(gathering)
+            _wait(self._gloo.broadcast([rows], broadcasts))
+            return rows, ""
+        except RuntimeError:
+            late = time.monotonic() - start >= limit_s
+            return rows, f" within {limit_s:g} s, got" if late else _CLOSED
 
     def require_all_alive(self) -> None:
         """Raise if the process of a rank has ended.
@@ -155,20 +176,6 @@ class Mirror:
             except RuntimeError:
                 ended.append(rank)
         return ended
-
-    def _collect(self, run: Callable[[], None], limit_s: float, where: str) -> None:
-        """Call `run`; if it fails, raise one error on all ranks."""
-        if not self._failure:
-            problem = _problem(run, limit_s)
-            if not problem:
-                self._last = where
-                return
-            # Close what gloo has left open: the failure travels on to ranks that wait for this one.
-            self._gloo = None
-            seconds = _GRACE_S + _STORE_S
-            self._failure = _within(seconds, lambda: self._verdict(where, problem))
-            self._failure = self._failure or self._words(where, problem, _NO_STORE)
-        raise AbsentRanksError(self._failure)
 
     def _verdict(self, where: str, problem: str) -> str:
         """Return the error of the first rank that failed, which is this one's if none has yet."""
@@ -213,13 +220,6 @@ def time_limit(group: dist.ProcessGroup) -> float:
     return distributed_c10d.default_pg_timeout.total_seconds()
 
 
-def _limited(name: str, limit_s: float) -> Any:
-    """Return options of a collective with a time limit; the root is the first rank."""
-    options = getattr(distributed_c10d, name)()
-    options.timeout = timedelta(seconds=limit_s)
-    return options
-
-
 def _wait(work: Any) -> None:
     """Wait for a collective, and look for Ctrl-C."""
     while True:
@@ -230,20 +230,6 @@ def _wait(work: Any) -> None:
             if work.is_completed():
                 work.wait()  # Raises if it has failed; it may have ended just after the look.
                 return
-
-
-def _problem(run: Callable[[], None], limit_s: float) -> str:
-    """Call `run`, and return what went wrong, "" if nothing did.
-
-    A return value, because an exception would hold frames, and they the connections.
-    """
-    start = time.monotonic()
-    try:
-        run()
-        return ""
-    except RuntimeError:
-        late = time.monotonic() - start >= limit_s
-        return f" within {limit_s:g} s, got" if late else _CLOSED
 
 
 # Keyed weakly by a mirrored group: a mirror ends when its group's world is destroyed. The key of

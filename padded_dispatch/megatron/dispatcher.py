@@ -173,7 +173,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     def _set_layer(self, number: int) -> None:
         """Take the layer's number in the model."""
-        self.agreement.layer = number
+        self.agreement.name_layer(number)
         self.configs.find_factors(number)
 
     def _counters_now(self) -> Counters | None:

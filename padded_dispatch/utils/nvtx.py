@@ -7,34 +7,16 @@ a CUDA graph is captured. A replay runs no Python, so it has none. Without a pro
 return at once; a PyTorch without CUDA has no NVTX.
 """
 
-import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.cuda import nvtx
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-_HAS_NVTX = torch.backends.cuda.is_built()
+_Fn = TypeVar("_Fn", bound=Callable[..., object])
 
 
-def nvtx_range(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def nvtx_range(name: str) -> Callable[[_Fn], _Fn]:
     """Decorate a function so that profilers show its calls as ranges `padded_dispatch.NAME`."""
-    label = f"padded_dispatch.{name}"
-
-    def decorate(fn: Callable[_P, _R]) -> Callable[_P, _R]:
-        @functools.wraps(fn)
-        def shown(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if not _HAS_NVTX or torch.compiler.is_compiling():
-                return fn(*args, **kwargs)
-            nvtx.range_push(label)
-            try:
-                return fn(*args, **kwargs)
-            finally:
-                nvtx.range_pop()
-
-        return shown
-
-    return decorate
+    has_nvtx = torch.backends.cuda.is_built()
+    return nvtx.range(f"padded_dispatch.{name}") if has_nvtx else lambda fn: fn

@@ -112,7 +112,8 @@ def _other_layers(numbers: list[int | None], chosen: list[int]) -> None:
     group, me = dist.new_group(), dist.get_rank()
     agreements = [Agreement(group), Agreement(group)]
     for agreement in agreements:
-        agreement.layer = numbers[me]
+        if numbers[me] is not None:
+            agreement.name_layer(numbers[me])
     agreements[chosen[me]].check(D=8)
 
 
