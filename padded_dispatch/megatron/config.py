@@ -31,6 +31,9 @@ from padded_dispatch.megatron.options import PaddedOptions, require_options, to_
 
 _log = logging.getLogger("padded_dispatch")
 
+# The dispatcher's word in Megatron's config.
+NAME = "padded_alltoall"
+
 _EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 
 # Checked first: InferenceGroupedMLP is a subclass of TEGroupedMLP.
@@ -248,7 +251,7 @@ def padded_options(config: Any) -> PaddedOptions:
     Raises:
         ValueError: they are no `PaddedOptions`.
     """
-    options = config.padded_dispatch if is_ours(config) else PaddedOptions()
+    options = getattr(config, "padded_dispatch", PaddedOptions())
     require_options("padded_dispatch", options)
     return options
 
@@ -269,7 +272,8 @@ def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
 
 def is_ours(config: Any) -> bool:
     """Return whether a model of this config has padded layers, by config word or `padded_spec`."""
-    return hasattr(config, "padded_dispatch")
+    word = getattr(config, "moe_token_dispatcher_type", None)
+    return word == NAME or hasattr(config, "has_padded_layers")
 
 
 def check_experts(experts: Any) -> None:

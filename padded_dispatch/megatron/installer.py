@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from padded_dispatch.config import require
 from padded_dispatch.megatron.bridge import keep_options
 from padded_dispatch.megatron.compat import captures_moe
-from padded_dispatch.megatron.config import check_config, log_once, take_over
+from padded_dispatch.megatron.config import NAME, check_config, log_once, take_over
 from padded_dispatch.megatron.cpu import CPU_REMEDY, is_on_cpu
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import PaddedMoELayer, build, dispatcher_type
@@ -39,7 +39,6 @@ from padded_dispatch.megatron.megatron_lm import follow_training
 from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.utils.patches import Patches
 
-NAME = "padded_alltoall"
 _BRIDGE = "megatron.bridge.training.comm_overlap"
 _OVERLAP_CHECK = "_get_model_comm_overlap_cfgs"
 

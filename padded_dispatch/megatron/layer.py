@@ -25,7 +25,6 @@ from padded_dispatch.megatron.bridge import explain_adapters, show_single_expert
 from padded_dispatch.megatron.config import (
     check_config,
     check_experts,
-    padded_options,
     take_over,
 )
 from padded_dispatch.megatron.cpu import check_device
@@ -80,7 +79,6 @@ def build(
     check_device()
     take_over(config)
     check_config(config)
-    config.padded_dispatch = padded_options(config)  # See `is_ours`.
     pg_collection = pg_collection or get_default_pg_collection()
     with dispatcher_type(config, "allgather"), _without_op_fuser(config):
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
@@ -128,6 +126,7 @@ class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if config.cuda_graph_impl != "none" or config.overlap_moe_expert_parallel_comm:
             guard.install()
+        config.has_padded_layers = True  # See `is_ours`.
         build(super().__init__.__func__, self, config, *args, **kwargs)
 
 

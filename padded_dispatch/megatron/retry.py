@@ -16,8 +16,9 @@ kernels. What a step changes, and how it goes back:
 - Gradients are zeroed again, which also resets the state of DDP's buckets. The schedule ended with
   `finalize_model_grads`, so no reduction is in flight. Gathered parameters are still right.
 - Random states: Python's, NumPy's and torch's generators, and Megatron's tracker.
-- Counts on the device (telemetry, buffers such as the counts and the bias of
-  `moe_router_enable_expert_bias`) and sums that Megatron logs are copied before the step.
+- Counts on the device (buffers such as the counts and the bias of
+  `moe_router_enable_expert_bias`) and sums that Megatron logs are copied before the step. Only the
+  layers' counters stay as the first run left them: logs show what a step dropped.
 - Microbatches are recorded while the schedule reads them, and read again: `record`, `replay`.
 
 Letters: Y padded layers of this rank, in each mode, W numbers in `Counters.totals`.
@@ -89,8 +90,10 @@ class Retry:
         self.num_retried = 0
         self._eager = uncaptured(forward_backward_func)
         self._layers = [m for chunk in chunks for m in chunk.modules() if is_padded(m)]
-        for layer in self._layers:
-            layer.token_dispatcher.configs.retried = True
+        dispatchers = [layer.token_dispatcher for layer in self._layers]
+        for dispatcher in dispatchers:
+            dispatcher.configs.retried = True
+        self._counters = [c for d in dispatchers for c in (d.counters, d.eval_counters)]
         self._counts = counts
 
     def __call__(self, **kwargs: Any) -> list[Any]:
@@ -116,6 +119,7 @@ class Retry:
         if num_dropped == 0:
             return results
         del results  # Free what the first run returned.
+        first = [tensor.clone() for counters in self._counters for tensor in counters.tensors()]
         before.restore()
         with without_graphs(self.chunks), dropping_nothing(self._layers):
             results = self._eager(**kwargs | {"data_iterator": replay(recorded)})
@@ -127,6 +131,7 @@ class Retry:
                 f"a repeated step must drop no row, got {still_dropped} dropped rows in step "
                 f"{self.num_steps}, which dropped {num_dropped} before; please report this defect"
             )
+        _copy_all([t for counters in self._counters for t in counters.tensors()], first)
         return results
 
     def _totals(self) -> Tensor | None:
@@ -134,9 +139,7 @@ class Retry:
 
         Layers in evaluation mode inside of a step count, too.
         """
-        dispatchers = [layer.token_dispatcher for layer in self._layers]
-        totals = [d.counters.totals for d in dispatchers]
-        totals += [d.eval_counters.totals for d in dispatchers]
+        totals = [counters.totals for counters in self._counters]
         return torch.stack(totals) if totals else None
 
     def _num_dropped(self, before_YW: Tensor | None) -> int:
@@ -297,10 +300,6 @@ def without_graphs(chunks: list[Any]) -> Iterator[None]:
                         module, "_should_call_local_cudagraph", lambda *args, **given: False
                     )
         yield
-
-
-def _never(*args: Any, **kwargs: Any) -> bool:
-    return False
 
 
 def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
@@ -473,17 +472,21 @@ def _copy(value: Any, name: str = "microbatch") -> Any:
         return kind(*items) if hasattr(value, "_fields") else kind(items)
     if isinstance(value, Set):
         return kind(_copy(item, f"an item of {name}") for item in value)
-    if dataclasses.is_dataclass(value):
+    is_data, is_mapping = dataclasses.is_dataclass(value), isinstance(value, MutableMapping)
+    if is_data or is_mapping or isinstance(value, MutableSequence):
         twin = copy.copy(value)
-        fields = {field.name for field in dataclasses.fields(value)}
-        for field in fields | getattr(value, "__dict__", {}).keys():  # It may be frozen.
+        fields = set(getattr(value, "__dataclass_fields__", ()))
+        if is_data or isinstance(value, dict | list):  # Those of others may hold the items.
+            fields |= getattr(value, "__dict__", {}).keys()
+        for field in fields:  # It may be frozen.
             object.__setattr__(twin, field, _copy(getattr(value, field), f"{name}.{field}"))
-        return twin
-    if isinstance(value, MutableMapping | MutableSequence):
-        twin = copy.copy(value)
-        keys = value if isinstance(value, MutableMapping) else range(len(value))
-        for key in keys:
-            twin[key] = _copy(value[key], f"{name}[{key!r}]")
+        num_items = len(value) if isinstance(value, MutableSequence) else 0
+        for key in list(value) if is_mapping else range(num_items):
+            item = value[key]
+            twin[key] = _copy(item, f"{name}[{key!r}]")
+            is_apart = twin[key] is item or twin[key] is not value[key]
+            rule, fix = "have items of its own when it is copied", "make it a dict or a list"
+            require(is_apart, name, kind.__name__, rule, f"{fix} in the data loader")
         return twin
     if isinstance(value, Mapping):
         return kind({key: _copy(item, f"{name}[{key!r}]") for key, item in value.items()})

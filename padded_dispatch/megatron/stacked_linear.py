@@ -280,11 +280,24 @@ def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: 
     state[f"{prefix}_extra_state"] = _NO_SCALES
 
 
-def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *given: Any) -> None:
+    """Put single experts together; like torch, name keys that are missing or of another shape."""
+    *_, missing, _, errors = given
     for name, parameter in linear.named_parameters():
-        keys = [f"{prefix}{name}{number}" for number in range(linear.num_experts)]
-        if all(key in state for key in keys):
-            stacked = torch.cat([state.pop(key) for key in keys])
-            state[f"{prefix}{name}"] = stacked.view(parameter.shape)
+        if f"{prefix}{name}" in state:  # From a distributed checkpoint.
+            continue
+        shape = linear.num_experts, -1, *parameter.shape[2:]
+        parts = []
+        for number, own in enumerate(parameter.detach().view(shape)):
+            part = state.pop(key := f"{prefix}{name}{number}", None)
+            if part is None:
+                missing.append(key)
+            elif part.shape != own.shape:
+                found = f"{list(part.shape)}; the model has {list(own.shape)}"
+                errors.append(f"size mismatch for {key}: the checkpoint has {found}")
+            else:
+                own = part
+            parts.append(own)
+        state[f"{prefix}{name}"] = torch.cat(parts).view(parameter.shape)
     for number in range(linear.num_experts):
         state.pop(f"{prefix}_extra_state{number or ''}", None)

@@ -67,7 +67,7 @@ def test_other_models_train_as_before(loop, monkeypatch, kind):
     install()
     training = Training(CASE)
     if kind == "stock":
-        del training.config.padded_dispatch
+        training.config.moe_token_dispatcher_type = "alltoall"
     else:
         training.config.num_moe_experts = None
         training.schedule = lambda **given: []

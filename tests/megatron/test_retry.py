@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import GraphableMegatronModule
 
-from padded_dispatch.megatron import PaddedOptions, Retry, retry
+from padded_dispatch.megatron import PaddedOptions, Retry, Telemetry, retry
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.retry import (
     GeneratorStates,
@@ -139,6 +139,24 @@ def test_a_drop_in_one_layer_of_one_rank_repeats_the_step_on_all(pool2):
     assert second == ([], {1: [0, 0, 0, 0], 2: [0, 10, 0, 0]}, (1, 3))
 
 
+def test_a_layer_in_evaluation_inside_a_step_counts_and_logs_show_what_was_dropped(alone):
+    """The layer drops by its `eval_factor`; after the step, counters hold the first run's rows."""
+    case = dataclasses.replace(RETRIED, factor=4.0, options={"eval_factor": 0.5})
+    with world(case):
+        never, retried = Training(case), Training(case, on_overflow="retry")
+        for training in (never, retried):
+            dict(training.moe)[2].eval()
+        with dropping_nothing([layer for _, layer in never.moe]):
+            wanted = never.step(0)
+        read = Telemetry(retried.chunks).read
+        assert differing_names(wanted, retried.step(0)) == []
+        assert retried.retry is not None and retried.retry.num_retried == 1
+        found = read()
+    assert found.training.dropped_share[0] == 0
+    assert found.evaluation.dropped_share[1] >= 0.5
+    assert found.evaluation.num_passes_Y.tolist() == [0, case.microbatches]
+
+
 def test_a_second_drop_raises(alone):
     with world(ONE_MICROBATCH):
         training = Training(ONE_MICROBATCH, on_overflow="retry")
@@ -252,6 +270,13 @@ class Bounds:
     most: int = 3
 
 
+@dataclasses.dataclass
+class Output(OrderedDict[str, Any]):
+    """A mapping with attributes, as Hugging Face has them."""
+
+    more: Any = None
+
+
 @ON_CPU
 @pytest.mark.parametrize("reuses", [True, False], ids=["loader", "forward step"])
 def test_memory_that_is_written_later_does_not_matter(reuses):
@@ -261,7 +286,9 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
         ids = torch.tensor([value, value])
         more = [Pair(ids + 1, None), (np.full(2, value),), deque([ids + 2]), {"a set"}]
         nested = OrderedDict(bounds=Bounds(ids + 3), fixed=MappingProxyType({"ids": ids + 4}))
-        return UserDict(ids=ids, more=more, nested=nested)
+        both = Output(ids + 5)
+        both["ids"] = ids + 6
+        return UserDict(ids=ids, more=more, nested=nested, both=both)
 
     batches = [batch(0)] * 3 if reuses else [batch(number) for number in range(3)]
 
@@ -272,6 +299,8 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
         one["more"][2][0].fill_(value + 2)
         one["nested"]["bounds"].ends.fill_(value + 3)
         one["nested"]["fixed"]["ids"].fill_(value + 4)
+        one["both"].more.fill_(value + 5)
+        one["both"]["ids"].fill_(value + 6)
 
     def loader() -> Iterator[Any]:
         for number, one in enumerate(batches):
@@ -299,13 +328,26 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
         assert one["nested"]["bounds"].ends.tolist() == [number + 3] * 2
         assert one["nested"]["bounds"].most == 3
         assert one["nested"]["fixed"]["ids"].tolist() == [number + 4] * 2
+        both = one["both"]
+        assert both.more.tolist() == [number + 5] * 2
+        assert both["ids"].tolist() == [number + 6] * 2
+
+
+class Shelf(UserDict[str, Any]):
+    """A mapping whose shallow copy has the same items."""
+
+    def __copy__(self) -> "Shelf":
+        twin = Shelf()
+        twin.data = self.data
+        return twin
 
 
 @ON_CPU
 def test_what_a_forward_step_might_change_is_refused_by_name():
-    for value in (object(), SimpleNamespace(ids=torch.ones(1)), (n for n in "a")):
+    ones = torch.ones(1)
+    for value in (object(), SimpleNamespace(ids=ones), (n for n in "a"), Shelf(a=ones)):
         recorded = record(iter([{"ids": torch.ones(1), "more": [1, value]}]))
-        words = rf"^microbatch\['more'\]\[1\] must be a tensor, .* got '{type(value).__name__}'"
+        words = rf"^microbatch\['more'\]\[1\] must .* got '{type(value).__name__}'"
         with pytest.raises(ValueError, match=words):
             next(recorded)
 

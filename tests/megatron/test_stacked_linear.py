@@ -3,6 +3,7 @@
 Those of TEGroupedMLP need Transformer Engine: `tests.gpu.test_experts`.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,33 @@ def test_flattened_parameters_are_refused(megatron):
     factory.flattened_range = slice(0, 8)
     with pytest.raises(ValueError, match="fully_reshardable"):
         factory.build()
+
+
+@BIASED
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weight0": lambda one: one.T}, ["size mismatch for linear_fc1.weight0"]),
+        (
+            {"weight0": lambda one: one[::2], "weight1": lambda one: torch.cat([one, one[::2]])},
+            ["linear_fc1.weight0: ", "linear_fc1.weight1: "],
+        ),
+        ({"weight2": None}, [r"Missing key.* \"linear_fc1.weight2\"\."]),
+    ],
+    ids=["transposed", "rows of others", "missing"],
+)
+def test_single_experts_of_a_wrong_shape_or_missing_are_named(megatron, biased, changes, words):
+    made = experts("packed", add_bias_linear=biased)
+    state = made.state_dict()
+    for name, change in changes.items():
+        single = state.pop(key := f"linear_fc1.{name}")
+        if change is not None:
+            state[key] = change(single)
+    before = [parameter.clone() for parameter in made.parameters()]
+    with pytest.raises(RuntimeError) as caught:
+        made.load_state_dict(state)
+    message = str(caught.value)
+    assert all(re.search(text, message) for text in words) and "Unexpected" not in message
+    assert len(message.splitlines()) == 1 + len(words)
+    for parameter, value in zip(made.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)

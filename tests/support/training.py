@@ -94,7 +94,7 @@ class Model:
     microbatch has a padding mask of its own. `packed`: it is packed from two sequences of other
     lengths. `evaluates`: batch and length of an evaluation before every step. `draws`: batches are
     drawn from the generators that dropout draws from, on the first tensor-parallel rank alone, as
-    Megatron-LM's loaders do. `counts`: the layers' counters are compared, not the demand alone.
+    Megatron-LM's loaders do. `counts`: the layers' counters are compared.
     """
 
     device: str = "cpu"
@@ -150,7 +150,7 @@ RETRIED = Model(
     dtype=torch.float32,
     draws=True,
     fields={"init_method_std": 0.2},  # so that tokens differ in what they ask for
-    counts=False,  # Of kept rows and slots, the run that stands has counted others.
+    counts=False,  # Those of a step that is repeated are of its first run.
     factor=0.5,
     dropout=0.1,
     microbatches=1,
@@ -493,7 +493,6 @@ class Training:
                 results |= {f"{name} of chunk {index}": buffer for name, buffer in buffers}
             for layer_number, layer in self.moe:
                 counters = layer.token_dispatcher.counters
-                results[f"demand of layer {layer_number}"] = counters.demand_E
                 if self.model.counts:
                     results[f"counts of layer {layer_number}"] = counters.totals
             if self.model.draws:

@@ -18,7 +18,7 @@ from megatron.core.transformer import cuda_graphs, transformer_layer
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaGraphRunner
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from padded_dispatch.megatron import compat, install, padded_spec, uninstall
+from padded_dispatch.megatron import PaddedOptions, compat, install, padded_spec, uninstall
 from padded_dispatch.megatron.graphs import guard
 from tests.gpu.table import TRAINING
 from tests.support import tiny
@@ -176,6 +176,7 @@ def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
     fields |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     layer = gpt(**settings(dispatcher=dispatcher), **fields).decoder.layers[0].train()
     layer.mlp(torch.ones(LENGTH, 1, tiny.HIDDEN))
+    layer.config.padded_dispatch = PaddedOptions()  # It alone makes no model ours.
     ours = dispatcher == "padded_alltoall"
     router = layer.mlp.router
     before = router.local_tokens_per_expert.clone()
