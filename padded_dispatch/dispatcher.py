@@ -14,7 +14,7 @@ Letters: T tokens on this rank, K experts per token, E experts, D hidden size, N
 """
 
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,9 @@ from torch import Tensor
 
 from padded_dispatch import experts
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require
-from padded_dispatch.exchange import Wire
+from padded_dispatch.exchange import Exchange, Wire
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import agree_on_shapes, choose
-from padded_dispatch.exchange.collectives import Collectives, CollectiveWire
-from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.experts import Call, ExpertWeights, padded
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.padded import ExpertInput, Sent
@@ -97,7 +95,7 @@ class PaddedDispatcher:
         require(exchange in kinds, "exchange", exchange, f"be one of {', '.join(kinds)}")
         self.store = Store() if store is None else store
         self._number = self.store.add(lambda: self.config)
-        self._exchanges: dict[tuple[bool, str, torch.dtype], Collectives | DirectStores] = {}
+        self._exchanges: dict[tuple[bool, str, torch.dtype], Exchange] = {}
 
     def run(
         self,
@@ -155,8 +153,7 @@ class PaddedDispatcher:
         given, sent = padded.dispatch(
             tokens_TD,
             choice_probs(selection.probs_TE, plan.expert_TK),
-            cast(CollectiveWire, wire),
-            plan,
+            wire,
             capacity=None if config.fits else selection.capacity,
             num_local_experts=config.num_local_experts,
             alignment=config.alignment,
@@ -202,9 +199,9 @@ class PaddedDispatcher:
         num_slots = config.wire_slots(num_tokens)
         kept_TE, _ = exchange.strike(selection.kept_TE, selection.probs_TE, num_slots)
         plan = make_plan(kept_TE, top_k=config.top_k)
-        return selection, plan, cast(Wire, exchange.start(plan, tokens_TD, num_slots))
+        return selection, plan, exchange.start(plan, tokens_TD, num_slots)
 
-    def _exchange(self, tokens_TD: Tensor, packed: bool) -> Collectives | DirectStores:
+    def _exchange(self, tokens_TD: Tensor, packed: bool) -> Exchange:
         device, dtype = tokens_TD.device, tokens_TD.dtype
         key = packed, device.type, dtype
         if key not in self._exchanges:

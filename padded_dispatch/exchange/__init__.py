@@ -117,11 +117,9 @@ class Wire(Protocol):
     Attributes:
         homes_S: int64 on the device, the address at each source of the rows of its choices, [T * K,
             D]; None where sums go home.
-        besides_S: likewise, of a number for each choice, fp32 [T * K].
     """
 
     homes_S: Tensor | None
-    besides_S: Tensor | None
 
     def open(self, tokens_TD: Tensor, prob_TK: Tensor) -> Arrived:
         """Send tokens and their plan. `prob_TK`: at least fp32."""
@@ -145,11 +143,24 @@ class Exchange(Protocol):
 
     Attributes:
         kind: for logs.
-        num_sources: S.
     """
 
     kind: str
-    num_sources: int
+
+    def strike(
+        self, map_TE: Tensor, probs_TE: Tensor, num_slots: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Cut a map so that no rank gets more than P tokens of this source; before the plan.
+
+        Args:
+            map_TE: bool [T, E].
+            probs_TE: of at least these experts; ties go to the first tokens.
+            num_slots: P.
+
+        Returns:
+            The map, and the rows that it lost, int32 [1]; None if it cannot lose any.
+        """
+        ...
 
     def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> Wire:
         """Begin a pass.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require, require_tokens
+from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.exchange.direct import DTYPES, DirectStores
@@ -29,7 +30,7 @@ def choose(
     packed: bool,
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Collectives | DirectStores, str]:
+) -> tuple[Exchange, str]:
     """Return the exchange of a layer and the reason, for the log; a collective call of `group`.
 
     Compare `kind`, `packed` and `dtype` over the ranks before: some choices run collectives, others
@@ -66,7 +67,7 @@ def choose(
         if kind == "direct":
             raise
         return collectives, str(error)
-    return direct, f"the {direct.num_sources} ranks share a host and reach each other's GPUs"
+    return direct, f"the {direct.group.size()} ranks share a host and reach each other's GPUs"
 
 
 def _why_not_direct(

@@ -61,23 +61,15 @@ class Collectives:
         self.group = group if group is not None and group.size() > 1 else None
         self.etp_group = etp_group if etp_group is not None and etp_group.size() > 1 else None
         self.num_ranks = group.size() if group is not None else 1
-        self.etp_size = etp_group.size() if etp_group is not None else 1
-        self.num_sources = self.num_ranks * self.etp_size
+        etp_size = etp_group.size() if etp_group is not None else 1
+        self.num_sources = self.num_ranks * etp_size
         self.kind = "none" if self.num_sources == 1 else "alltoall"
         self._policy = policy
 
     def strike(
         self, map_TE: Tensor, probs_TE: Tensor, num_slots: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Cut a map so that no rank gets more than P tokens of this source; before the plan.
-
-        Args:
-            map_TE: bool [T, E].
-            probs_TE: of at least these experts; ties go to the first tokens.
-            num_slots: P.
-
-        Returns:
-            The map, and the rows that it lost, int32 [1]; None if it cannot lose any.
+        """Cut a map so that no rank gets more than P tokens of this source; see `Exchange`.
 
         Example: R = 2, L = 2, P = 1: of `[[1, 1, 0, 0], [1, 0, 1, 0]]` with the probabilities
         `[[.2, .2, 0, 0], [.3, 0, .4, 0]]`, policy "probs" leaves `[[1, 1, 0, 0], [0, 0, 1, 0]]`.
@@ -109,15 +101,18 @@ class CollectiveWire:
     """`Wire` over collectives.
 
     `open`, `push` and `bring` are differentiable; sums that come home have the dtype of the tokens.
+
+    Attributes:
+        splits: whether other ranks compute parts of the same experts.
     """
 
-    homes_S = None
-    besides_S = None
+    homes_S: Tensor | None = None
 
     def __init__(
         self, exchange: Collectives, plan: Plan, tokens_TD: Tensor, num_slots: int
     ) -> None:
         self._exchange, self._plan = exchange, plan
+        self.splits = exchange.etp_group is not None
         self._num_tokens, self._dtype = tokens_TD.shape[0], tokens_TD.dtype
         # Whether slot t is token t on every rank, and slots on the wire.
         self._whole = num_slots >= self._num_tokens or exchange.num_ranks == 1
@@ -205,7 +200,7 @@ class CollectiveWire:
             out_ND,
             layout.row_SPK,
             offsets=segments.offsets,
-            wide=self._exchange.etp_group is not None,
+            wide=self.splits,
         )
         beside_SPK = None
         if product.beside_N is not None:

@@ -28,6 +28,8 @@ Letters: T tokens, K experts per token, S sources, the ranks of the group, P slo
 hidden size.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -54,7 +56,6 @@ class DirectStores:
     """
 
     kind = "direct"
-    etp_size = 1
 
     def __init__(
         self,
@@ -65,7 +66,6 @@ class DirectStores:
     ) -> None:
         self.num_local_experts = num_local_experts
         self.group = check_group(group, over_nvlink=over_nvlink)
-        self.num_sources = self.group.size()
 
     def strike(self, map_TE: Tensor, probs_TE: Tensor, num_slots: int) -> tuple[Tensor, None]:
         """Return the map as it is: every token has a slot."""
@@ -91,27 +91,27 @@ class DirectStores:
             width=tokens_TD.shape[1],
             dtype=tokens_TD.dtype,
         )
-        return DirectWire(plan, buffers_of(self.group, shape, tokens_TD.device))
+        buffers = buffers_of(self.group, shape, tokens_TD.device)
+        return DirectWire(plan=plan, buffers=buffers, homes_S=buffers.homes_R)
 
 
+@dataclass(kw_only=True, eq=False)
 class DirectWire:
     """`Wire` by direct stores.
 
     What `open` and `push` return lies in buffers that all layers share: it lasts until `home`.
     """
 
-    def __init__(self, plan: Plan, buffers: Buffers) -> None:
-        self._plan, self._buffers = plan, buffers
-        self.homes_S, self.besides_S = buffers.homes_R, buffers.besides_R
+    plan: Plan
+    buffers: Buffers
+    homes_S: Tensor | None
 
-    @nvtx_range("exchange")
     def open(self, tokens_TD: Tensor, prob_TK: Tensor) -> Arrived:
         """Send tokens and their plan; see `Wire`. Probabilities travel as fp32."""
-        plan, buffers = self._plan, self._buffers
+        plan, buffers = self.plan, self.buffers
         prob_TK = prob_TK.to(torch.float32).contiguous()
-        beside = plan.place_TK, prob_TK, plan.kept_E, buffers.plan_R
         return Arrived(
-            values=self._send(tokens_TD, beside),
+            values=self.push(tokens_TD, (plan.place_TK, prob_TK, plan.kept_E)),
             expert_SPK=buffers.expert_SPK,
             place_SPK=buffers.place_SPK,
             prob_SPK=buffers.prob_SPK,
@@ -119,25 +119,25 @@ class DirectWire:
         )
 
     @nvtx_range("exchange")
-    def push(self, values_TD: Tensor) -> Values:
-        """Send a row for every token over the same way; see `Wire`."""
-        return self._send(values_TD, None)
-
-    def _send(
-        self, values_TD: Tensor, plan: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    def push(
+        self, values_TD: Tensor, beside: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> Values:
+        """Send a row for every token over the same way; see `Wire`.
+
+        `beside`: places, probabilities and counts of the plan; None sends rows only.
+        """
         from padded_dispatch.kernels import direct
 
-        buffers, own_TD = self._buffers, values_TD.contiguous()
+        buffers, own_TD = self.buffers, values_TD.contiguous()
         assert own_TD.dtype == buffers.rows_SPD.dtype
         direct.push(
             own_TD,
-            self._plan.expert_TK,
+            self.plan.expert_TK,
             buffers.rows_R,
             rank=buffers.rank,
             num_slots=buffers.rows_SPD.shape[1],
             num_local_experts=buffers.count_SL.shape[1],
-            plan=plan,
+            plan=None if beside is None else (*beside, buffers.plan_R),
         )
         buffers.barrier()
         return Values(rows_SPD=buffers.rows_SPD, own_TD=own_TD, own=buffers.rank)
@@ -147,7 +147,7 @@ class DirectWire:
         from padded_dispatch.kernels import direct, gemm, rows
 
         assert layout.home_M is not None
-        buffers, segments = self._buffers, layout.segments
+        buffers, segments = self.buffers, layout.segments
         if product.beside_N is not None:
             offsets = segments.offsets
             direct.send_beside(product.beside_N, layout.row_SPK, buffers.besides_R, offsets)
@@ -161,7 +161,7 @@ class DirectWire:
             prob_M=product.prob_M,
         )
         buffers.barrier()
-        expert_TK = self._plan.expert_TK
+        expert_TK = self.plan.expert_TK
         sum_TD = rows.sum_rows(buffers.home_QD, expert_TK, choices=True)
         beside_TK = None
         if product.beside_N is not None:

@@ -14,16 +14,15 @@ cell, D hidden size, N = L * S * C.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from padded_dispatch.exchange import Arrived
+from padded_dispatch.exchange import Arrived, Wire
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts.plain import add, rows_of_choices, take
 from padded_dispatch.kernels import Segments
-from padded_dispatch.routing.plan import Plan
 from padded_dispatch.utils.nvtx import nvtx_range
 
 
@@ -55,7 +54,6 @@ class Sent:
         row_SPK: int32, the row of each choice; negative where it has none on this rank.
         count_SL: as in `ExpertInput`.
         capacity: C.
-        splits: whether other ranks compute parts of the same experts.
     """
 
     wire: CollectiveWire
@@ -63,15 +61,13 @@ class Sent:
     row_SPK: Tensor
     count_SL: Tensor
     capacity: int
-    splits: bool
 
 
 @nvtx_range("dispatch")
 def dispatch(
     tokens_TD: Tensor,
     prob_TK: Tensor,
-    wire: CollectiveWire,
-    plan: Plan,
+    wire: Wire,
     *,
     capacity: int | None,
     num_local_experts: int,
@@ -82,8 +78,7 @@ def dispatch(
     Args:
         tokens_TD: floating point.
         prob_TK: at least fp32, the probability of every choice of the plan.
-        wire: the exchange of the pass.
-        plan: the plan of these tokens.
+        wire: the exchange of the pass, over collectives.
         capacity: C, at least the most rows of a cell; a row beyond has no room and counts as zero.
             None reads on the host what this rank needs, at least 1; other ranks may need more.
         num_local_experts: L.
@@ -112,12 +107,11 @@ def dispatch(
         rows_ND, probs_N = _to_cells(arrived, row_SPK, cells.num_rows)
     given = ExpertInput(rows_ND=rows_ND, probs_N=probs_N, count_SL=count_SL, capacity=capacity)
     sent = Sent(
-        wire=wire,
+        wire=cast(CollectiveWire, wire),
         cells=cells,
         row_SPK=row_SPK,
         count_SL=count_SL,
         capacity=capacity,
-        splits=count_SL.numel() > plan.kept_E.numel(),
     )
     return given, sent
 
@@ -203,7 +197,7 @@ class _ToSums(torch.autograd.Function):
         from padded_dispatch.kernels import rows
 
         ctx.sent, ctx.dtype = sent, out_ND.dtype
-        return rows.sum_rows(out_ND.contiguous(), sent.row_SPK, wide=sent.splits)
+        return rows.sum_rows(out_ND.contiguous(), sent.row_SPK, wide=sent.wire.splits)
 
     @staticmethod
     @nvtx_range("combine backward")

@@ -365,7 +365,6 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             tokens_TD,
             probs,
             self._wire(config, plan, tokens_TD),
-            plan,
             capacity=None if config.fits else config.capacity(len(tokens_TD)),
             num_local_experts=config.num_local_experts,
             alignment=config.alignment,

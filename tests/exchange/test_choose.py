@@ -102,6 +102,7 @@ def test_all_that_decides_a_result_is_compared():
         "dtype": "torch.float32",
         "layout": "padded",
         "rule": "7",
+        "gradients are enabled": "True",
         "capacity_factor": "1.0",
         "alignment": "1",
         "capacity_pool": "expert",
