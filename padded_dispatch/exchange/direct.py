@@ -134,10 +134,11 @@ class DirectWire:
             own_TD,
             self.plan.expert_TK,
             buffers.rows_R,
+            buffers.plan_R,
             rank=buffers.rank,
             num_slots=buffers.rows_SPD.shape[1],
             num_local_experts=buffers.count_SL.shape[1],
-            plan=None if beside is None else (*beside, buffers.plan_R),
+            beside=beside,
         )
         buffers.barrier()
         return Values(rows_SPD=buffers.rows_SPD, own_TD=own_TD, own=buffers.rank)

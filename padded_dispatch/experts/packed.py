@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from padded_dispatch.exchange import Homeward, Layout, Values
+from padded_dispatch.exchange import Homeward, Layout
 from padded_dispatch.experts import Call, ExpertWeights, unspecified_gradient
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.kernels import Segments, gemm, grouped, layout, rows
@@ -66,6 +66,7 @@ class _Pass(torch.autograd.Function):
         segments = Segments(
             offsets=found.offsets,
             num_experts=num_experts,
+            num_sources=len(arrived.count_SL),
             num_rows=room.most,
             num_expected=room.share,
         )
@@ -73,13 +74,13 @@ class _Pass(torch.autograd.Function):
         buffers = room.buffers(width, fc1_width, tokens_TD.dtype, tokens_TD.device)
         home_M = None if wire.homes_S is None else buffers.home_M
         row_SPK = rows.place_rows(
-            *_given(arrived.values),
-            arrived.expert_SPK,
-            arrived.place_SPK,
-            arrived.prob_SPK,
-            segments,
-            found.level,
-            wire.homes_S,
+            **vars(arrived.values),
+            expert_SPK=arrived.expert_SPK,
+            place_SPK=arrived.place_SPK,
+            prob_SPK=arrived.prob_SPK,
+            segments=segments,
+            level=found.level,
+            homes_S=wire.homes_S,
             rows_MD=buffers.rows_MD,
             prob_M=buffers.prob_M,
             home_M=home_M,
@@ -87,9 +88,8 @@ class _Pass(torch.autograd.Function):
         laid_out = Layout(segments=segments, row_SPK=row_SPK, home_M=home_M)
         given = buffers.rows_MD, fc1_LGD, segments
         gemm.rows_times_weights(*given, stored=True, out=buffers.fc1_MG, out_stored=True)
-        hidden_NF = curves.activate(
-            buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments, *_curve(act)
-        )
+        given = buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments
+        hidden_NF = curves.activate(*given, **vars(act))
         product = Homeward(
             rows_NI=hidden_NF,
             stored=False,
@@ -120,8 +120,8 @@ class _Pass(torch.autograd.Function):
         weights, segments = ctx.weights, laid_out.segments
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
         values = wire.push(grad_TD.contiguous())
-        homes_S = wire.homes_S
-        grad_ND = rows.spread_rows(*_given(values), laid_out.row_SPK, segments, homes_S)
+        given = {"row_SPK": laid_out.row_SPK, "segments": segments, "homes_S": wire.homes_S}
+        grad_ND = rows.spread_rows(**vars(values), **given)
         grad_NF = gemm.rows_times_weights(grad_ND, fc2_LDF.transpose(1, 2), segments, stored=False)
         hidden_NF, grad_prob_N = curves.activate_backward(
             grad_NF,
@@ -129,7 +129,7 @@ class _Pass(torch.autograd.Function):
             fc1_bias_LG,
             prob_M,
             segments,
-            *_curve(ctx.activation),
+            **vars(ctx.activation),
         )
         del grad_NF
         grad_fc1_MG = fc1_MG  # Overwritten.
@@ -181,14 +181,6 @@ class _Pass(torch.autograd.Function):
             close()
         grads = grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias
         return home.sum_TD, home.beside_TK, *grads, None, None, None
-
-
-def _given(values: Values) -> tuple[Tensor, Tensor | None, int]:
-    return values.rows_SPD, values.own_TD, values.own
-
-
-def _curve(activation: Activation) -> tuple[str, bool, float, float]:
-    return activation.function, activation.gated, activation.clamp, activation.offset
 
 
 def _weight_gradient(

@@ -93,6 +93,7 @@ def dispatch(
     cells = Segments(
         offsets=begin.to(torch.int32),
         num_experts=num_local_experts,
+        num_sources=len(count_SL),
         num_rows=count_SL.numel() * capacity,
         num_expected=count_SL.numel() * capacity,
     )

@@ -44,6 +44,7 @@ class Segments:
         offsets: contiguous int32 [L * S + 1], ascending: where each (expert, source) begins; the
             last is where all end.
         num_experts: L.
+        num_sources: S, the sources of each expert's rows.
         num_rows: the most rows of a pass (N); launches and loose tensors have this size.
         num_expected: rows of a pass in perfect balance, which decide launch parameters.
         tiles: int32 [1 + most tiles, 4], the tiles of rows that products compute: see `gemm`; None
@@ -52,11 +53,7 @@ class Segments:
 
     offsets: Tensor
     num_experts: int
+    num_sources: int
     num_rows: int
     num_expected: int
     tiles: Tensor | None = None
-
-    @property
-    def num_sources(self) -> int:
-        """Sources of each expert's rows (S)."""
-        return (self.offsets.numel() - 1) // self.num_experts

@@ -9,12 +9,14 @@ there is room for. The function, gating and bias are known when a kernel is comp
 `experts.activation` explains the arguments. G: width of fc1's result, 2F if gated, else F.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from padded_dispatch.kernels import Segments
-from padded_dispatch.kernels.grouped import expert_of, programs, tile, wide
+from padded_dispatch.kernels.grouped import expert_of, launch
 
 
 def activate(
@@ -22,6 +24,9 @@ def activate(
     bias_LG: Tensor | None,
     prob_M: Tensor,
     segments: Segments,
+    grad_NF: Tensor | None = None,
+    grad_prob_N: Tensor | None = None,
+    *,
     function: str,
     gated: bool,
     clamp: float,
@@ -34,6 +39,8 @@ def activate(
         bias_LG: contiguous; None adds nothing.
         prob_M: stored.
         segments: where the rows of each expert lie.
+        grad_NF: as `grad_prob_N`, for `activate_backward`.
+        grad_prob_N: written.
         function: as `gated`, `clamp` and `offset`, a field of `experts.activation.Activation`.
         gated: whether fc1 returns a gate and up.
         clamp: of the gate and up.
@@ -45,26 +52,10 @@ def activate(
     Example: `fc1 = [nan, [0, 5], [8, 3]]`, `prob = [nan, 1, .5]` and `offsets = [1, 3]` give the
     loose rows `[[0], [11.996]]` for a gated "silu", since silu(8) = 7.9973.
     """
-    how = function, gated, clamp, offset
-    return _launch(None, fc1_MG, bias_LG, prob_M, segments, None, *how)
-
-
-def _launch(
-    grad_NF: Tensor | None,
-    fc1_MG: Tensor,
-    bias_LG: Tensor | None,
-    prob_M: Tensor,
-    segments: Segments,
-    grad_prob_N: Tensor | None,
-    function: str,
-    gated: bool,
-    clamp: float,
-    offset: float,
-) -> Tensor:
     width = fc1_MG.shape[1] // (2 if gated else 1)
     hidden_NF = fc1_MG.new_empty(segments.num_rows, width)
-    rows, block = tile(width)
-    _activate_kernel[programs(fc1_MG)](
+    grid, constants = launch(fc1_MG, width, segments.num_experts)
+    _activate_kernel[grid](
         grad_NF,
         fc1_MG,
         bias_LG,
@@ -79,11 +70,7 @@ def _launch(
         GATED=gated,
         CLAMP=clamp,
         OFFSET=offset,
-        EXPERTS=triton.next_power_of_2(segments.num_experts),
-        ROWS=rows,
-        BLOCK=block,
-        BLOCKS=triton.cdiv(width, block),
-        WIDE=wide(fc1_MG),
+        **constants,
     )
     return hidden_NF
 
@@ -126,10 +113,7 @@ def activate_backward(
     bias_LG: Tensor | None,
     prob_M: Tensor,
     segments: Segments,
-    function: str,
-    gated: bool,
-    clamp: float,
-    offset: float,
+    **activation: Any,
 ) -> tuple[Tensor, Tensor]:
     """Write the gradient of fc1's result over it; recompute the result of `activate`.
 
@@ -145,9 +129,8 @@ def activate_backward(
     slope there is 0.5.
     """
     grad_prob_N = prob_M.new_empty(segments.num_rows)
-    how = function, gated, clamp, offset
-    hidden_NF = _launch(grad_NF, fc1_MG, bias_LG, prob_M, segments, grad_prob_N, *how)
-    return hidden_NF, grad_prob_N
+    given, grads = (fc1_MG, bias_LG, prob_M, segments), (grad_NF, grad_prob_N)
+    return activate(*given, *grads, **activation), grad_prob_N
 
 
 @triton.jit

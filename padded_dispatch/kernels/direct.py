@@ -30,11 +30,12 @@ def push(
     values_TD: Tensor,
     expert_TK: Tensor,
     rows_R: Tensor,
+    plan_R: Tensor,
     *,
     rank: int,
     num_slots: int,
     num_local_experts: int,
-    plan: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    beside: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """Send the row of every token to each other rank of its experts; a plan to all ranks.
 
@@ -43,27 +44,26 @@ def push(
         expert_TK: contiguous int32, the experts of each token, -1 for none.
         rows_R: addresses of [S, P, D] on every rank, in the values' dtype. Token t is written to
             [rank, t] on other ranks that have one of its experts.
+        plan_R: addresses of the plans on every rank, int32 [3, S, P, K] and [S, L] behind it. This
+            rank's part is written on all ranks, itself included: local experts, places, the bits of
+            the probabilities, and the counts of the rank's experts. Experts of other ranks are less
+            than 0 or at least L, and so is what stands in slots without a token.
         rank: this rank.
         num_slots: P, at least T.
         num_local_experts: L.
-        plan: None sends rows only. Else place_TK (contiguous int32), prob_TK (contiguous fp32),
-            kept_E (contiguous int32), and the addresses of the plans on every rank, int32 [3, S, P,
-            K] and [S, L] behind it. This rank's part is written on all ranks, itself included:
-            local experts, places, the bits of the probabilities, and the counts of the rank's
-            experts. Experts of other ranks are less than 0 or at least L, and so is what stands in
-            slots without a token.
+        beside: place_TK (contiguous int32), prob_TK (contiguous fp32) and kept_E (contiguous
+            int32); None sends rows only.
 
     Example: on rank 1 of 2 with L = 2 and P = 2, `expert_TK = [[0, 3]]` sends the token to [1, 0]
     on rank 0. The plan has the experts `[[0, 3], [-1, -1]]` there and `[[-2, 1], [-3, -3]]` here.
     """
     num_tokens, top_k = expert_TK.shape
     width, num_ranks = values_TD.shape[1], rows_R.shape[0]
-    place_TK = prob_TK = kept_E = plan_R = None
-    senders = 0
-    if plan is not None:
-        place_TK, prob_TK, kept_E, plan_R = plan
-        senders = min(PROGRAMS, triton.cdiv(num_slots * top_k, _CHUNK))
-    parts = triton.cdiv(width, _block(width))
+    place_TK, prob_TK, kept_E = (None, None, None) if beside is None else beside
+    senders = 0 if beside is None else min(PROGRAMS, triton.cdiv(num_slots * top_k, _CHUNK))
+    # Columns of a row that a program stores at a time: 2880 are 2 x 2048.
+    block = min(2048, max(16, triton.next_power_of_2(width)))
+    parts = triton.cdiv(width, block)
     _push_kernel[(senders + min(num_tokens, PROGRAMS) * parts,)](
         values_TD,
         expert_TK,
@@ -83,15 +83,10 @@ def push(
         K=top_k,
         K_BLOCK=triton.next_power_of_2(top_k),
         L_BLOCK=triton.next_power_of_2(num_local_experts),
-        BLOCK=_block(width),
+        BLOCK=block,
         CHUNK=_CHUNK,
         num_warps=4,
     )
-
-
-def _block(width: int) -> int:
-    """Return the columns of a row that a program stores at a time: 2880 are 2 x 2048."""
-    return min(2048, max(16, triton.next_power_of_2(width)))
 
 
 @triton.jit

@@ -8,6 +8,8 @@ shapes and offsets alone.
 O: width of a row.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,21 +22,21 @@ from padded_dispatch.kernels.gemm import multiprocessors
 _PROGRAMS = 32
 
 
-def tile(width: int) -> tuple[int, int]:
-    """Return the rows and columns of a block of a program of four warps."""
-    block = min(1024, triton.next_power_of_2(width))
-    return max(1, min(128, 2048 // block)), block
+def launch(rows: Tensor, width: int, num_experts: int) -> tuple[tuple[int], dict[str, Any]]:
+    """Return grid and constants of a kernel whose programs take blocks of rows in turn.
 
-
-def wide(rows: Tensor) -> tl.dtype:
-    """Return the dtype that rows are computed in."""
-    return tl.float64 if rows.dtype == torch.float64 else tl.float32
-
-
-def programs(rows: Tensor) -> tuple[int]:
-    """Return the grid of a kernel whose programs take blocks of rows in turn."""
-    device = rows.device
-    return (multiprocessors(device) * (_PROGRAMS if device.type == "cuda" else 1),)
+    A block of a program of four warps has `ROWS` rows and `BLOCK` of `width` columns; `WIDE` is the
+    dtype that rows are computed in.
+    """
+    device, block = rows.device, min(1024, triton.next_power_of_2(width))
+    constants = {
+        "EXPERTS": triton.next_power_of_2(num_experts),
+        "ROWS": max(1, min(128, 2048 // block)),
+        "BLOCK": block,
+        "BLOCKS": triton.cdiv(width, block),
+        "WIDE": tl.float64 if rows.dtype == torch.float64 else tl.float32,
+    }
+    return (multiprocessors(device) * (_PROGRAMS if device.type == "cuda" else 1),), constants
 
 
 @triton.jit
@@ -74,7 +76,7 @@ def sum_rows(rows: Tensor, weights_M: Tensor | None, segments: Segments, *, stor
         STORED=stored,
         ROWS=128,
         BLOCK=block,
-        WIDE=wide(rows),
+        WIDE=tl.float64 if rows.dtype == torch.float64 else tl.float32,
     )
     return sums_LO
 
@@ -126,8 +128,8 @@ def dot_rows(rows_NO: Tensor, vectors_LO: Tensor, segments: Segments) -> Tensor:
     width = rows_NO.shape[1]
     dtype = torch.promote_types(rows_NO.dtype, torch.float32)
     dots_N = rows_NO.new_empty(segments.num_rows, dtype=dtype)
-    rows, block = tile(width)
-    _dot_rows_kernel[programs(rows_NO)](
+    grid, constants = launch(rows_NO, width, segments.num_experts)
+    _dot_rows_kernel[grid](
         rows_NO,
         vectors_LO,
         segments.offsets,
@@ -135,11 +137,7 @@ def dot_rows(rows_NO: Tensor, vectors_LO: Tensor, segments: Segments) -> Tensor:
         dots_N,
         segments.num_experts,
         width,
-        EXPERTS=triton.next_power_of_2(segments.num_experts),
-        ROWS=rows,
-        BLOCK=block,
-        BLOCKS=triton.cdiv(width, block),
-        WIDE=wide(rows_NO),
+        **constants,
     )
     return dots_N
 

@@ -9,6 +9,8 @@ element has one writer, so there are no atomics.
 Arguments, results and examples: see `padded_dispatch.routing.plan`.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -136,20 +138,50 @@ def _sum_of_blocks(counts, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK
     return total
 
 
-def choice_probs(probs_TE: Tensor, expert_TK: Tensor) -> Tensor:
-    """Return the probability of every choice, at least fp32; 0 where there is none.
+class ChoiceProbs(torch.autograd.Function):
+    """The probability of every choice, at least fp32; 0 where there is none.
 
-    Example: `probs = [[.2, .7, .1]]` and `expert = [[0, 2, -1]]` give `[[.2, .1, 0]]`.
+    Its backward does not read gradients where there is no expert.
+
+    Example: `probs = [[.2, .7, .1]]` and `expert = [[0, 2, -1]]` give `[[.2, .1, 0]]`; the gradient
+    `[[3, 4, 5]]` gives that of the probabilities, `[[3, 0, 4]]`.
     """
-    num_choices, top_k = expert_TK.numel(), expert_TK.shape[1]
-    probs_TE = probs_TE.contiguous()
-    wide = torch.promote_types(probs_TE.dtype, torch.float32)
-    prob_TK = torch.empty_like(expert_TK, dtype=wide)
-    block = 256
-    _choice_kernel[(triton.cdiv(num_choices, block),)](
-        probs_TE, expert_TK, prob_TK, num_choices, top_k, probs_TE.shape[1], BLOCK=block
-    )
-    return prob_TK
+
+    @staticmethod
+    def forward(ctx: Any, probs_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        """Return the probability of every choice, [T, K]."""
+        ctx.save_for_backward(expert_TK)
+        ctx.num_experts, ctx.dtype = probs_TE.shape[1], probs_TE.dtype
+        num_choices, top_k = expert_TK.numel(), expert_TK.shape[1]
+        probs_TE = probs_TE.contiguous()
+        wide = torch.promote_types(probs_TE.dtype, torch.float32)
+        prob_TK = torch.empty_like(expert_TK, dtype=wide)
+        block = 256
+        _choice_kernel[(triton.cdiv(num_choices, block),)](
+            probs_TE, expert_TK, prob_TK, num_choices, top_k, ctx.num_experts, BLOCK=block
+        )
+        return prob_TK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        """Return the gradient of the probabilities, [T, E]."""
+        (grad_TK,), (expert_TK,), num_experts = grads, ctx.saved_tensors, ctx.num_experts
+        num_tokens, top_k = expert_TK.shape
+        grad_TE = grad_TK.new_empty(num_tokens, num_experts, dtype=ctx.dtype)
+        block_e = triton.next_power_of_2(num_experts)
+        block_t = max(1, min(triton.next_power_of_2(num_tokens), _TILE // block_e))
+        _spread_probs_kernel[(triton.cdiv(num_tokens, block_t),)](
+            grad_TK.contiguous(),
+            expert_TK,
+            grad_TE,
+            num_tokens,
+            num_experts,
+            TOP_K=top_k,
+            BLOCK_T=block_t,
+            BLOCK_E=block_e,
+            num_warps=8,
+        )
+        return grad_TE, None
 
 
 @triton.jit
@@ -158,37 +190,6 @@ def _choice_kernel(probs, expert_of, prob_of, num_choices, top_k, num_experts, B
     expert = tl.load(expert_of + choice, mask=choice < num_choices, other=-1)
     prob = tl.load(probs + choice // top_k * num_experts + expert, mask=expert >= 0, other=0.0)
     tl.store(prob_of + choice, prob, mask=choice < num_choices)
-
-
-def spread_probs(
-    grad_TK: Tensor, expert_TK: Tensor, num_experts: int, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return the gradient of the probabilities, [T, E]: the backward of `choice_probs`.
-
-    Args:
-        grad_TK: gradient of the choices' probabilities; not read where there is no expert.
-        expert_TK: as in the plan.
-        num_experts: E.
-        dtype: of the result; None is that of `grad_TK`.
-
-    Example: `grad = [[3, 4, 5]]`, `expert = [[0, 2, -1]]` and E = 4 give `[[3, 0, 4, 0]]`.
-    """
-    num_tokens, top_k = expert_TK.shape
-    grad_TE = grad_TK.new_empty(num_tokens, num_experts, dtype=dtype or grad_TK.dtype)
-    block_e = triton.next_power_of_2(num_experts)
-    block_t = max(1, min(triton.next_power_of_2(num_tokens), _TILE // block_e))
-    _spread_probs_kernel[(triton.cdiv(num_tokens, block_t),)](
-        grad_TK.contiguous(),
-        expert_TK,
-        grad_TE,
-        num_tokens,
-        num_experts,
-        TOP_K=top_k,
-        BLOCK_T=block_t,
-        BLOCK_E=block_e,
-        num_warps=8,
-    )
-    return grad_TE
 
 
 @triton.jit

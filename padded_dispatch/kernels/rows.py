@@ -63,11 +63,16 @@ def place_rows(
         rows_SPD,
         own_TD,
         own,
-        segments.offsets,
-        rows_MD,
         torch.empty_like(expert_SPK),
+        segments,
         homes_S,
-        placed=(expert_SPK, place_SPK, prob_SPK, level, segments.num_experts, prob_M, home_M),
+        rows_MD,
+        expert_SPK=expert_SPK,
+        place_SPK=place_SPK,
+        prob_SPK=prob_SPK,
+        level=level,
+        prob_M=prob_M,
+        home_M=home_M,
     )
 
 
@@ -87,41 +92,53 @@ def spread_rows(
     b]`.
     """
     out_ND = rows_SPD.new_empty(segments.num_rows, rows_SPD.shape[2])
-    _spread(rows_SPD, own_TD, own, segments.offsets, out_ND, row_SPK, homes_S, placed=None)
+    _spread(rows_SPD, own_TD, own, row_SPK, segments, homes_S, out_ND)
     return out_ND
 
 
-def _spread(rows_SPD, own_TD, own, offsets, out, row_SPK, homes_S, placed) -> Tensor:
+def _spread(
+    rows_SPD: Tensor,
+    own_TD: Tensor | None,
+    own: int,
+    row_SPK: Tensor,
+    segments: Segments,
+    homes_S: Tensor | None,
+    out: Tensor,
+    *,
+    expert_SPK: Tensor | None = None,
+    place_SPK: Tensor | None = None,
+    prob_SPK: Tensor | None = None,
+    level: Tensor | None = None,
+    prob_M: Tensor | None = None,
+    home_M: Tensor | None = None,
+) -> Tensor:
+    """Launch the kernel of both; with experts, `row_SPK` is written."""
     num_sources, num_slots, width = rows_SPD.shape
-    expert = place = prob = level = prob_out = home_out = None
-    num_experts = 0
-    if placed is not None:
-        expert, place, prob, level, num_experts, prob_out, home_out = placed
-    top_k, block = row_SPK.shape[2], columns(width)
+    top_k, (block, warps) = row_SPK.shape[2], _columns(width)
     parts = triton.cdiv(width, block)
     _spread_kernel[(num_sources * num_slots * parts,)](
         rows_SPD,
         own_TD,
         row_SPK,
-        expert,
-        place,
-        prob,
-        offsets,
+        expert_SPK,
+        place_SPK,
+        prob_SPK,
+        segments.offsets,
         level,
         homes_S,
         out,
-        prob_out,
-        home_out,
+        prob_M,
+        home_M,
         own,
         num_sources,
         num_slots,
-        num_experts,
+        segments.num_experts,
         width,
         parts,
         K=top_k,
         K_BLOCK=triton.next_power_of_2(top_k),
         BLOCK=block,
-        num_warps=_warps(width),
+        num_warps=warps,
     )
     return row_SPK
 
@@ -220,7 +237,7 @@ def sum_rows(
     width = rows_ND.shape[-1]
     dtype = torch.promote_types(rows_ND.dtype, torch.float32)
     summed = rows_ND.new_empty(*shape, width, dtype=dtype if wide else rows_ND.dtype)
-    block = columns(width)
+    block, warps = _columns(width)
     _sum_rows_kernel[(index_TK.numel() // top_k, triton.cdiv(width, block))](
         rows_ND,
         index_TK,
@@ -231,7 +248,7 @@ def sum_rows(
         CHOICES=choices,
         BLOCK=block,
         WIDE=tl.float64 if dtype == torch.float64 else tl.float32,
-        num_warps=_warps(width),
+        num_warps=warps,
     )
     return summed
 
@@ -307,7 +324,7 @@ def zero_padding(rows_MD: Tensor, prob_M: Tensor | None, count_SL: Tensor, capac
     """
     num_sources, num_experts = count_SL.shape
     width = rows_MD.shape[1]
-    block = columns(width)
+    block, warps = _columns(width)
     _zero_padding_kernel[(num_experts * num_sources * capacity, triton.cdiv(width, block))](
         rows_MD,
         prob_M,
@@ -317,7 +334,7 @@ def zero_padding(rows_MD: Tensor, prob_M: Tensor | None, count_SL: Tensor, capac
         num_experts,
         width,
         BLOCK=block,
-        num_warps=_warps(width),
+        num_warps=warps,
     )
 
 
@@ -336,15 +353,13 @@ def _zero_padding_kernel(
             tl.store(probs + n, 0.0, mask=tl.program_id(1) == 0)
 
 
-def columns(width: int) -> int:
-    """Return the columns of a program: the size with the fewest idle lanes, at most 2048.
+def _columns(width: int) -> tuple[int, int]:
+    """Return the columns of a program and its warps: the fewest idle lanes, at most 2048 columns.
 
     Example: 2880 columns are 3 x 1024; in 2 x 2048 every third lane would have nothing to do.
     """
     if width <= 2048:
-        return max(16, triton.next_power_of_2(width))
-    return min((2048, 1024), key=lambda block: triton.cdiv(width, block) * block)
-
-
-def _warps(width: int) -> int:
-    return max(1, min(8, columns(width) // 256))
+        block = max(16, triton.next_power_of_2(width))
+    else:
+        block = 1024 if triton.cdiv(width, 1024) * 1024 < triton.cdiv(width, 2048) * 2048 else 2048
+    return block, max(1, min(8, block // 256))

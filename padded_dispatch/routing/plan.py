@@ -8,7 +8,6 @@ Letters: T tokens, K experts per token, E experts.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,26 +79,9 @@ def choice_probs(probs_TE: Tensor, expert_TK: Tensor) -> Tensor:
     Differentiable in `probs_TE`, which is read only where a token has an expert.
     """
     if probs_TE.is_cuda:
-        return _ChoiceProbs.apply(probs_TE, expert_TK)
+        from padded_dispatch.kernels.plan import ChoiceProbs
+
+        return ChoiceProbs.apply(probs_TE, expert_TK)
     prob_TK = probs_TE.gather(1, expert_TK.clamp(min=0).long())
     prob_TK = prob_TK.to(torch.promote_types(probs_TE.dtype, torch.float32))
     return torch.where(expert_TK >= 0, prob_TK, 0)
-
-
-class _ChoiceProbs(torch.autograd.Function):
-    """`choice_probs` on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, probs_TE: Tensor, expert_TK: Tensor) -> Tensor:
-        from padded_dispatch.kernels import plan
-
-        ctx.save_for_backward(expert_TK)
-        ctx.num_experts, ctx.dtype = probs_TE.shape[1], probs_TE.dtype
-        return plan.choice_probs(probs_TE, expert_TK)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        from padded_dispatch.kernels import plan
-
-        (expert_TK,) = ctx.saved_tensors
-        return plan.spread_probs(grads[0], expert_TK, ctx.num_experts, dtype=ctx.dtype), None

@@ -69,7 +69,11 @@ def products(
     num_local, num_rows = len(count_L), int(count_L.sum())
     ends_L = count_L.cumsum(0).to("cuda", torch.int32)
     segments = Segments(
-        offsets=torch.cat([ends_L.new_zeros(1), ends_L]), num_experts=num_local, num_rows=num_rows
+        offsets=torch.cat([ends_L.new_zeros(1), ends_L]),
+        num_experts=num_local,
+        num_sources=1,
+        num_rows=num_rows,
+        num_expected=num_rows,
     )
     segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
     torch.manual_seed(0)

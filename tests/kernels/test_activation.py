@@ -3,7 +3,6 @@
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -16,13 +15,13 @@ from padded_dispatch.kernels import activation
 from tests.support.device import equal, here
 from tests.support.segments import operand, real, segments_of
 
-SWIGLU = ("silu", True, math.inf, 0.0)
+SWIGLU = {"function": "silu", "gated": True, "clamp": math.inf, "offset": 0.0}
 
 
 def test_activate_example():
     segments, nan = segments_of([2], base=1), torch.nan
     given = here([[nan, nan], [0.0, 5.0], [8.0, 3.0]]), None, here([nan, 1.0, 0.5]), segments
-    hidden_NF = activation.activate(*given, *SWIGLU)
+    hidden_NF = activation.activate(*given, **SWIGLU)
     assert [round(value, 3) for value in hidden_NF[:2].flatten().tolist()] == [0.0, 11.996]
 
 
@@ -30,7 +29,7 @@ def test_activate_backward_example():
     segments, nan = segments_of([1], base=1), torch.nan
     fc1_MG = here([[nan, nan], [0.0, 5.0]])
     given = here([[1.0]]), fc1_MG, None, here([nan, 0.5]), segments
-    hidden_NF, grad_prob_N = activation.activate_backward(*given, *SWIGLU)
+    hidden_NF, grad_prob_N = activation.activate_backward(*given, **SWIGLU)
     assert (hidden_NF[:1].tolist(), grad_prob_N[:1].tolist()) == ([[0.0]], [0.0])
     assert fc1_MG[0].isnan().all() and fc1_MG[1].tolist() == [1.25, 0.0]
 
@@ -91,9 +90,10 @@ def test_activations_are_as_exact_as_torch(counts, width, base, num_sources, sha
 
     fc1_MG = operand(fc1_nG, segments, stored=True)
     inputs = fc1_MG, None if bias_LG is None else here(bias_LG), operand(prob_n, segments, True)
-    inputs = *inputs, segments, *dataclasses.astuple(how)
-    hidden_NF = activation.activate(*inputs)
-    again_NF, grad_prob_N = activation.activate_backward(operand(grad_nF, segments, False), *inputs)
+    inputs = *inputs, segments
+    hidden_NF = activation.activate(*inputs, **vars(how))
+    grad_NF = operand(grad_nF, segments, False)
+    again_NF, grad_prob_N = activation.activate_backward(grad_NF, *inputs, **vars(how))
     found = [
         real(hidden_NF, segments, False),
         real(fc1_MG, segments, True),

@@ -67,15 +67,16 @@ def test_tokens_and_plans_of_all_ranks_arrive(
         rows = [empty(num_ranks, slots, width, dtype=dtype) for _ in ranks]
         for rank in ranks:
             plan = plans[rank]
-            given = plan.place_TK, probs[rank], plan.kept_E, pointers(plan_buffers)
+            given = plan.place_TK, probs[rank], plan.kept_E
             direct.push(
                 tokens[rank],
                 plan.expert_TK,
                 pointers(rows),
+                pointers(plan_buffers),
                 rank=rank,
                 num_slots=slots,
                 num_local_experts=local,
-                plan=given if beside else None,
+                beside=given if beside else None,
             )
         for rank, rows_SPD in enumerate(rows):
             expected = empty(num_ranks, slots, width, dtype=dtype)
@@ -108,9 +109,9 @@ def test_example_of_push():
     expert_TK, kept_E = ints([0, 3]), ints(1, 0, 0, 1).flatten()
     rows = [empty(2, 2, 1) for _ in range(2)]
     plans = [empty(3 * 8 + 4, dtype=torch.int32) for _ in range(2)]
-    beside = ints([0, 0]), here(torch.tensor([[0.5, 0.25]])), kept_E, pointers(plans)
-    given = here(torch.ones(1, 1)), expert_TK, pointers(rows)
-    direct.push(*given, rank=1, num_slots=2, num_local_experts=2, plan=beside)
+    beside = ints([0, 0]), here(torch.tensor([[0.5, 0.25]])), kept_E
+    given = here(torch.ones(1, 1)), expert_TK, pointers(rows), pointers(plans)
+    direct.push(*given, rank=1, num_slots=2, num_local_experts=2, beside=beside)
     assert rows[0].nan_to_num(0).flatten().tolist() == [0, 0, 1, 0]
     assert rows[1].isnan().all()
     experts = [plan[:8].view(2, 2, 2)[1].tolist() for plan in plans]

@@ -9,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 from padded_dispatch.kernels import plan
-from padded_dispatch.routing.plan import _ChoiceProbs, choice_probs, plan_in_torch
+from padded_dispatch.routing.plan import choice_probs, plan_in_torch
 from tests.support.device import DEVICE, equal, few, here
 from tests.support.routing_cases import RoutingCase, routing_cases
 from tests.support.routings import routing_map
@@ -47,16 +47,17 @@ def test_blocks_of_several_tiles(monkeypatch, skew):
     assert_are_torchs(map_TE.t(), 150)  # Not contiguous; K beyond E.
 
 
-@pytest.mark.parametrize("run", [plan.choice_probs, choice_probs])
+@pytest.mark.parametrize("run", [plan.ChoiceProbs.apply, choice_probs])
 def test_choice_probs_example(run):
     probs_TE, expert_TK = here(torch.tensor([[0.2, 0.7, 0.1]])), here([[0, 2, -1]]).int()
     assert torch.equal(run(probs_TE, expert_TK), here(torch.tensor([[0.2, 0.1, 0.0]])))
 
 
 def test_spread_probs_example():
-    expert_TK = here([[0, 2, -1]]).int()
-    grad_TE = plan.spread_probs(here([[3.0, 4.0, torch.nan]]), expert_TK, 4)
-    assert grad_TE.tolist() == [[3, 0, 4, 0]]
+    expert_TK, probs_TE = here([[0, 2, -1]]).int(), torch.zeros(1, 4, requires_grad=True)
+    prob_TK = plan.ChoiceProbs.apply(here(probs_TE), expert_TK)
+    prob_TK.backward(here([[3.0, 4.0, torch.nan]]))
+    assert probs_TE.grad is not None and probs_TE.grad.tolist() == [[3, 0, 4, 0]]
 
 
 # The interpreter does not round to bf16 as a GPU does.
@@ -76,13 +77,10 @@ def test_probs_and_their_gradient(monkeypatch, num_tokens, num_experts, top_k, d
     probs_TE = probs_TE.masked_fill(~map_TE, torch.nan).requires_grad_()
     expected_TK = choice_probs(probs_TE, expert_TK)
     here_TE = here(probs_TE.detach()).requires_grad_()
-    prob_TK = _ChoiceProbs.apply(here_TE, here(expert_TK))
+    prob_TK = plan.ChoiceProbs.apply(here_TE, here(expert_TK))
     grad_TK = torch.randn(num_tokens, top_k, generator=generator, dtype=expected_TK.dtype)
     grad_TK[expert_TK < 0] = torch.nan
     expected_TK.backward(grad_TK)
     assert probs_TE.grad is not None
     prob_TK.backward(here(grad_TK))
     equal((prob_TK.detach(), expected_TK.detach()), (here_TE.grad, probs_TE.grad))
-    wide_TE = plan.spread_probs(here(grad_TK), here(expert_TK), num_experts)
-    assert wide_TE.dtype == grad_TK.dtype
-    equal((wide_TE.to(dtype), probs_TE.grad))

@@ -25,7 +25,11 @@ def nan(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def segments(offsets: list[int], num_experts: int, num_rows: int) -> Segments:
     return Segments(
-        offsets=ints(offsets), num_experts=num_experts, num_rows=num_rows, num_expected=num_rows
+        offsets=ints(offsets),
+        num_experts=num_experts,
+        num_sources=(len(offsets) - 1) // num_experts,
+        num_rows=num_rows,
+        num_expected=num_rows,
     )
 
 

@@ -194,7 +194,8 @@ def _segments(layer: Layer, arrived: Arrived) -> Segments:
     ends = arrived.count_SL.T.clamp(max=layer.level).flatten().cumsum(0)
     offsets = (functional.pad(ends, (1, 0)) + BASE).int()
     num_rows = num_sources * num_slots * min(top_k, num_local)
-    sizes = {"num_experts": num_local, "num_rows": num_rows, "num_expected": num_rows}
+    sizes = {"num_experts": num_local, "num_sources": num_sources}
+    sizes |= {"num_rows": num_rows, "num_expected": num_rows}
     untiled = Segments(offsets=offsets, tiles=None, **sizes)
     return Segments(offsets=offsets, tiles=gemm.row_tiles(untiled), **sizes)
 

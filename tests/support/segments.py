@@ -24,6 +24,7 @@ def segments_of(
     return Segments(
         offsets=here(offsets.int()),
         num_experts=len(counts),
+        num_sources=num_sources,
         num_rows=sum(counts) + spare,
         num_expected=sum(counts),
     )
