@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.processes import ENVIRONMENT, children_of, workers_of
+from tests.support.processes import ENVIRONMENT, children_of, living_after, workers_of
 from tests.support.rows import Rows, add_results, parse
 
 END_S = 30.0  # until all processes of a job have ended, on a busy machine
@@ -90,15 +90,13 @@ def _broken(fault: Fault, job: subprocess.Popen, output: Path, num_workers: int)
         workers = sorted(workers_of(job.pid))
     everyone = [job.pid, *workers, *(child for pid in workers for child in children_of(pid))]
     os.kill({WHOM[0]: job.pid, WHOM[1]: workers[0], WHOM[2]: workers[-1]}[fault.whom], fault.number)
-    deadline = time.monotonic() + END_S
-    while time.monotonic() < deadline and (job.poll() is None or any(map(_lives, everyone))):
-        time.sleep(0.05)
-    failures = [f"process {pid} is left" for pid in everyone if _lives(pid)]
-    for pid in (pid for pid in everyone if _lives(pid)):
+    left = living_after(everyone, END_S)
+    failures = [f"process {pid} is left" for pid in left]
+    for pid in left:
         os.kill(pid, signal.SIGKILL)
     expected = {WHOM[0]: {128 + fault.number, -fault.number}}.get(fault.whom, {1})
-    if job.poll() not in expected:
-        failures.append(f"the exit code is {job.poll()}, not one of {sorted(expected)}")
+    if job.wait() not in expected:
+        failures.append(f"the exit code is {job.returncode}, not one of {sorted(expected)}")
     if fault.whom != WHOM[0] and "killed by SIGKILL" not in output.read_text():
         failures.append("the output does not say which rank was killed")
     return failures
@@ -107,14 +105,6 @@ def _broken(fault: Fault, job: subprocess.Popen, output: Path, num_workers: int)
 def _trains(output: Path) -> bool:
     """Whether the job has printed the line of a step."""
     return any(line.lstrip().startswith("step") for line in output.read_text().splitlines())
-
-
-def _lives(pid: int) -> bool:
-    """Whether a process runs; one that waits to be asked for its exit code does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def main() -> int:

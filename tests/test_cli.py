@@ -5,12 +5,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from padded_dispatch import __version__, cli
-from tests.support.processes import ENVIRONMENT, workers_of
+from tests.support.processes import ENVIRONMENT, living_after, workers_of
 
 COMMAND = [sys.executable, "-m", "padded_dispatch.cli"]
 SMALL = [*COMMAND, *["train", "--seq-length", "24", "--micro-batch", "3"]]
@@ -73,10 +72,7 @@ def test_it_trains_in_an_empty_folder_until_ctrl_c_ends_all_processes(tmp_path):
     assert all("found no room" in line for line in others)
     assert [path.name for path in tmp_path.iterdir()] == ["traces"]
     assert len(list((tmp_path / "traces").iterdir())) == 2
-    deadline = time.monotonic() + 60
-    while left := [pid for pid in workers if os.path.exists(f"/proc/{pid}")]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.05)
+    assert living_after(workers, 60) == []
 
 
 def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from padded_dispatch.utils import launch
 from padded_dispatch.utils.launch import start_workers
-from tests.support.processes import ENVIRONMENT, workers_of
+from tests.support.processes import ENVIRONMENT, living_after, workers_of
 
 
 def job(how: str) -> Any:
@@ -88,7 +87,10 @@ JOB = """
 
 
 def _as_a_terminal_starts() -> None:
-    """Block and ignore no signal: a child inherits both from the process that runs the tests."""
+    """Block and ignore no signal: a child inherits both from the process that runs the tests.
+
+    Shells start commands in the background, as `.ci/run &`, with SIGINT ignored.
+    """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -122,7 +124,4 @@ def test_a_signal_ends_all_processes(tmp_path, where, number):
     killed = number == signal.SIGKILL
     assert process.returncode == (-number if killed else 128 + number)
     assert stderr == ("" if killed else f"{number.name}: stopping all workers\n")
-    deadline = time.monotonic() + 60
-    while left := [pid for pid in workers if os.path.exists(f"/proc/{pid}")]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.05)
+    assert living_after(workers, 60) == []
