@@ -23,7 +23,7 @@ M: rows of a store, which all layers share
 
 import math
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 Policy = Literal["probs", "position"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -54,6 +54,11 @@ def require(ok: object, field: str, value: object, rule: str, fix: str = "") -> 
     """
     if not ok:
         raise ValueError(f"{field} must {rule}, got {value!r}" + (f"; {fix}" if fix else ""))
+
+
+def is_positive(value: Any) -> bool:
+    """Return whether a value is a number above 0; True is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def require_tokens(num_tokens: int) -> None:
@@ -128,7 +133,7 @@ class DispatchConfig:
         )
         factor = self.capacity_factor
         require(
-            factor == FIT or (isinstance(factor, int | float) and factor > 0),
+            factor == FIT or is_positive(factor),
             "capacity_factor",
             factor,
             "be a number above 0 or FIT",
@@ -162,10 +167,8 @@ class DispatchConfig:
             ValueError: if T = 0, and if the factor is `FIT`.
         """
         require_tokens(num_tokens)
-        slots, factor = num_tokens, self._factor
-        if factor != NO_DROP:
-            slots = math.ceil((num_tokens * self.top_k / self.num_experts) * factor)
-        slots = max(1, min(num_tokens, slots))
+        wanted = (num_tokens * self.top_k / self.num_experts) * self._factor
+        slots = max(1, math.ceil(min(num_tokens, wanted)))
         step = self.alignment // math.gcd(self.alignment, self.num_sources)
         return -(-slots // step) * step
 
@@ -192,7 +195,7 @@ class DispatchConfig:
         if self.capacity_pool == "expert":
             cells = self.num_local_experts * self.num_sources
             return min(cells * self.capacity(num_tokens), most)
-        return most if factor == NO_DROP else min(math.ceil(self.share(num_tokens) * factor), most)
+        return math.ceil(min(self.share(num_tokens) * factor, most))
 
     def wire_slots(self, num_tokens: int) -> int:
         """Return the tokens that a source can send to one rank over collectives (P).

@@ -119,7 +119,9 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, fl
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("PYTHONWARNINGS", "")
     assert cli.main(flags.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert shown.out == ""
     assert re.match(f"padded-dispatch {flags.split()[0]}: {message}", line)
     assert list(tmp_path.iterdir()) == []  # A mistyped folder is not made.
 

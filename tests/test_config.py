@@ -87,6 +87,7 @@ def test_alignment_adds_as_little_as_possible(sizes, alignment, num_ranks, etp_s
         ),
         ({"capacity_factor": -1.0}, r"capacity_factor must be .* got -1\.0;"),
         ({"capacity_factor": math.nan}, "capacity_factor must be .* got nan;"),
+        ({"capacity_factor": True}, "capacity_factor must be .* got True;"),
         ({"capacity_factor": None}, "capacity_factor must be .* got None;"),
         ({"alignment": -16}, "alignment must be a whole number of at least 1, got -16$"),
         ({"policy": "rand"}, "policy must be one of probs, position, got 'rand'$"),
@@ -123,6 +124,7 @@ POOLS = pytest.mark.parametrize("capacity_pool", CAPACITY_POOLS)
         # C = T from here on.
         ({"capacity_factor": 4.0}, {"store": 800, "expert": 800}, 100),
         ({"capacity_factor": NO_DROP}, {"store": 800, "expert": 800}, 100),
+        ({"capacity_factor": 1e308}, {"store": 800, "expert": 800}, 100),
         ({"etp_size": 3}, {"store": 750, "expert": 768}, 64),
         ({"num_experts": 4}, {"store": 250, "expert": 252}, 63),  # One expert a rank.
         ({"num_experts": 4, "capacity_factor": 2.0}, {"store": 400, "expert": 400}, 100),

@@ -93,6 +93,19 @@ def test_recomputed_layers_are_the_oracle(num_ranks, recompute):
     check(make_case(config, ["one rank", "hot"], num_tokens=9), "store", recompute)
 
 
+def differentiated_twice(case: Case, pool: str) -> None:
+    rank = OneRank(case)
+    total = Model(case, pool).forward(rank).sum()
+    with pytest.raises(ValueError, match=r"^create_graph must be False .* got True; take second"):
+        torch.autograd.grad(total, rank.tokens_TD, create_graph=True)
+
+
+@pytest.mark.parametrize("pool", ["store", "padded"])
+def test_second_derivatives_of_an_exchange_are_refused(pool):
+    config = config_of(pool, 2)
+    on_all_ranks(config, differentiated_twice, make_case(config, ["full"]), pool)
+
+
 def in_flight(cases: list[Case]) -> list[Found]:
     """Run the forward passes of all cases, then their backward passes, the first one first."""
     model = Model(cases[0], "store")

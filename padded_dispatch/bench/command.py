@@ -126,10 +126,10 @@ def _check(given: argparse.Namespace) -> None:
         require(on_cpu or ep <= num_gpus, "ep", ep, f"be at most {num_gpus}, the GPUs here")
     for key in given.contenders:
         runs = not on_cpu or CONTENDERS[key].on_cpu
-        require(runs, "contenders", key, "run on a CPU", "use --device cuda, or leave it out")
+        require(runs, "contenders", key, "run on a CPU", "leave it out, or run on a GPU")
     for main_grad in given.main_grad:
         runs = not on_cpu or main_grad == "none"
-        require(runs, "main_grad", main_grad, "be none on a CPU", "use --device cuda")
+        require(runs, "main_grad", main_grad, "be none on a CPU", "run on a GPU")
 
 
 def work(settings: Settings) -> bool:

@@ -33,6 +33,7 @@ from padded_dispatch.config import Policy
 from padded_dispatch.exchange import Arrived, Home, Homeward, Layout, Values
 from padded_dispatch.routing.plan import Plan
 from padded_dispatch.utils.nvtx import nvtx_range
+from padded_dispatch.utils.phases import require_first_derivatives
 
 # torch 2.13 deprecates the longer names; 2.8 has no others.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -348,4 +349,5 @@ class _Bring(torch.autograd.Function):
     @staticmethod
     @nvtx_range("exchange backward")
     def backward(ctx, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        require_first_derivatives()
         return None, ctx.wire.send(grad_TD).to(ctx.dtype)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from padded_dispatch.exchange import Homeward, Layout
 from padded_dispatch.experts import Call, ExpertWeights, unspecified_gradient
@@ -24,6 +23,7 @@ from padded_dispatch.experts.activation import Activation
 from padded_dispatch.kernels import Segments, gemm, grouped, layout, rows
 from padded_dispatch.kernels import activation as curves
 from padded_dispatch.utils.nvtx import nvtx_range
+from padded_dispatch.utils.phases import require_first_derivatives
 
 
 def run(
@@ -106,9 +106,9 @@ class _Pass(torch.autograd.Function):
         return home.sum_TD
 
     @staticmethod
-    @once_differentiable
     @nvtx_range("experts backward")
     def backward(ctx: Any, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        require_first_derivatives()
         if ctx.kept is None:
             raise ValueError(
                 "backward must run once per forward pass of packed experts, which overwrites what "

@@ -24,6 +24,7 @@ from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts.plain import add, rows_of_choices, take
 from padded_dispatch.kernels import Segments
 from padded_dispatch.utils.nvtx import nvtx_range
+from padded_dispatch.utils.phases import require_first_derivatives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +206,7 @@ class _ToSums(torch.autograd.Function):
     def backward(ctx: Any, grad_SPD):  # pyright: ignore
         from padded_dispatch.kernels import rows
 
+        require_first_derivatives()
         sent, grad_SPD = ctx.sent, grad_SPD.to(ctx.dtype).contiguous()
         grad_ND = rows.spread_rows(grad_SPD, None, -1, sent.row_SPK, sent.cells, None)
         rows.zero_padding(grad_ND, None, sent.count_SL, sent.capacity)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from padded_dispatch.config import FIT, NO_DROP, CapacityFactor, require
+from padded_dispatch.config import FIT, NO_DROP, CapacityFactor, is_positive, require
 
 CapacityPool = Literal["auto", "store", "expert"]
 Experts = Literal["auto", "module", "packed"]
@@ -97,7 +97,7 @@ def _option(default: Any, help: str, **metadata: Any) -> Any:
     """Return a dataclass field with what its flag and its row in the table need."""
     metadata |= {"help": help}
     if default == {}:
-        return field(default_factory=dict, metadata=metadata)
+        return field(default_factory=dict, hash=False, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -189,7 +189,7 @@ class PaddedOptions:
         )
         table = self.layer_factors
         valid = isinstance(table, Mapping) and all(
-            isinstance(number, int) and number >= 1 and _is_number(factor)
+            isinstance(number, int) and number >= 1 and is_positive(factor)
             for number, factor in table.items()
         )
         require(
@@ -199,11 +199,12 @@ class PaddedOptions:
             "map whole numbers from 1 on to factors above 0, each number once",
             "write, for example, {3: 1.5, 7: NO_DROP}",
         )
+        object.__setattr__(self, "layer_factors", dict(table))
         factor = self.eval_factor
-        valid = factor in (None, FIT) or _is_number(factor)
+        valid = factor in (None, FIT) or is_positive(factor)
         require(valid, "eval_factor", factor, "be a number above 0, NO_DROP or None")
         share = self.overflow_threshold
-        valid = share == 0 or (_is_number(share) and share < 1)
+        valid = share == 0 or (is_positive(share) and share < 1)
         require(valid, "overflow_threshold", share, "be a share from 0 to below 1")
         require(
             self.on_overflow != "retry" or share == 0,
@@ -225,10 +226,6 @@ def require_options(name: str, value: Any) -> None:
     """
     fix = "write PaddedOptions(**...)" if isinstance(value, Mapping) else "make one"
     require(isinstance(value, PaddedOptions), name, value, "be PaddedOptions", fix)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def to_plain(options: PaddedOptions) -> dict[str, Any]:

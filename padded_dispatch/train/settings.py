@@ -279,21 +279,21 @@ class Settings:
                 f"name layers from 1 to num_layers={self.recipe.num_layers}",
                 f"leave out layer {number}",
             )
-        rule, fix = "be another one on a CPU", "add --device cuda for Megatron's alltoall"
+        rule, fix = "be another one on a CPU", "run on a GPU"
         require(on_gpu or dispatcher != "alltoall", "--dispatcher", dispatcher, rule, fix)
         require(
             padded.exchange != "direct" or (on_gpu and self.layout.ep > 1),
             "--padded-exchange",
             padded.exchange,
             "be auto or alltoall without several GPUs, between which direct stores go",
-            "add --device cuda and an --ep of at least 2",
+            "run on several GPUs, with an --ep of at least 2",
         )
 
     def _check_output(self) -> None:
         output, dispatcher = self.output, self.dispatch.dispatcher
         if output.graph != "none":
             on_gpu = self.layout.device == "cuda"
-            require(on_gpu, "--graph", output.graph, "be none on a CPU", "add --device cuda")
+            require(on_gpu, "--graph", output.graph, "be none on a CPU", "run on a GPU")
             accepted = _STOCK_GRAPHS.get(dispatcher, (output.graph,))
             rule = f"be {' or '.join(accepted)} with --dispatcher {dispatcher}"
             require(output.graph in accepted, "--graph", output.graph, rule)

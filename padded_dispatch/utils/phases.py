@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from padded_dispatch.config import require
+
 
 def is_capturing() -> bool:
     """Return whether the current stream captures a CUDA graph."""
@@ -24,3 +26,10 @@ def trains() -> bool:
     hooks = torch_c._autograd._top_saved_tensors_default_hooks(True)
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
     return torch.is_grad_enabled() and not name.startswith("_checkpoint_hook")
+
+
+def require_first_derivatives() -> None:
+    """Raise inside of a backward pass that is to be differentiated again."""
+    rule = "be False in the backward pass of padded dispatch, which has no second derivatives"
+    fix = "take second derivatives with Megatron's own dispatcher"
+    require(not torch.is_grad_enabled(), "create_graph", True, rule, fix)

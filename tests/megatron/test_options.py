@@ -58,6 +58,8 @@ SHARE = "be a share from 0 to below 1"
         ("on_overflow", "drop", "be one of warn, error, retry"),
         ("overflow_threshold", 1.0, SHARE),
         ("overflow_threshold", "0.1", SHARE),
+        ("overflow_threshold", None, SHARE),
+        ("layer_factors", [(3, 1.5)], TABLE),
         ("layer_factors", {0: 1.5}, TABLE),
         ("layer_factors", "3:1.5", TABLE),
         ("layer_factors", {1: 0.0}, TABLE),
@@ -94,6 +96,13 @@ def test_pools_of_a_rank_are_answered_with_what_replaced_them(capsys):
     with pytest.raises(SystemExit):
         parse("--padded-capacity-pool", "rank")
     assert capsys.readouterr().err.rstrip().endswith(f"got 'rank'; {instead}")
+
+
+def test_a_table_that_changes_later_changes_no_options():
+    table: dict[int, Any] = {3: 1.5}
+    options = PaddedOptions(layer_factors=table)
+    table[0] = "one"
+    assert options.layer_factors == {3: 1.5} and options in {PaddedOptions(layer_factors={3: 1.5})}
 
 
 def test_a_threshold_has_no_meaning_where_steps_are_repeated():
@@ -160,7 +169,7 @@ def test_options_survive_copies_and_conversions():
         PaddedOptions(**dataclasses.asdict(OPTIONS)),
         PaddedOptions(**plain),
     ):
-        assert copied == OPTIONS
+        assert copied == OPTIONS and hash(copied) == hash(OPTIONS)
     config = SimpleNamespace(inner=SimpleNamespace(word="x"), padded_dispatch=OPTIONS)
     walked = with_attributes_set(config)
     assert walked == config and walked.inner is not config.inner

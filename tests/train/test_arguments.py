@@ -96,7 +96,7 @@ def test_every_field_is_a_flag(capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--preset qwen3-30b-a3b", "--preset must be tiny on device=cpu, got .*; add --device"),
+        ("--preset qwen3-30b-a3b", "--preset must be tiny on a CPU, got .*; run on a GPU"),
         ("--device cuda", "--device must be cpu where PyTorch sees no GPU, got 'cuda'$"),
         ("--workers 3 --ep 2", r"--workers must be a multiple of etp \* pp \* ep=2, got 3$"),
         ("--workers 3 --pp 2", r"--workers must be a multiple of tp \* pp=2, got 3$"),
@@ -124,7 +124,7 @@ def test_every_field_is_a_flag(capsys):
             "--padded-experts must be left out with --dispatcher allgather, got 'packed'; in "
             "compare, give it behind the --vs of ours$",
         ),
-        ("--dispatcher alltoall", "--dispatcher must be another one on a CPU, .*; add --device"),
+        ("--dispatcher alltoall", "--dispatcher must be another one on a CPU, .*; run on a GPU"),
         (
             "--dispatcher allgather --capacity-factor 2",
             r"--capacity-factor must be left out with --dispatcher allgather, which .*, got 2\.0$",
@@ -135,7 +135,7 @@ def test_every_field_is_a_flag(capsys):
         ),
         ("--exchange direct", "--padded-exchange must be auto or alltoall without several GPUs"),
         ("--trace traces --dispatcher allgather", "--dispatcher must be padded_alltoall with --tr"),
-        ("--graph layer", "--graph must be none on a CPU, got 'layer'; add --device cuda"),
+        ("--graph layer", "--graph must be none on a CPU, got 'layer'; run on a GPU"),
         ("--trace /dev/null", "--trace must be a path in a writable folder, got '/dev/null'"),
     ],
 )
