@@ -94,6 +94,7 @@ class Counters:
             sum. Cells: demand for one expert. A store: rows that would have held all, of this pass
             and of what shares the store with it.
         totals: `demand_E`, `kept_E`, then `SCALARS`.
+        of_receiver: what the layout of a pass counts, by the names that `kernels.layout` has.
     """
 
     asked_mass: Tensor
@@ -119,6 +120,9 @@ class Counters:
         self.kept_L = self.kept_E[rank * num_local : (rank + 1) * num_local]
         for name, count in zip(SCALARS, self.totals[2 * num_experts :], strict=True):
             setattr(self, name, count)
+        self.of_receiver = {"idle": self.idle_passes}
+        if not self._of_cells:
+            self.of_receiver |= {"kept_L": self.kept_L, "max_need": self.max_need}
 
     @torch.no_grad()
     def observe(
@@ -142,21 +146,9 @@ class Counters:
             count_in_torch(*arguments)
 
     @torch.no_grad()
-    def add_unplaced(self, unplaced_E: Tensor) -> None:
-        """Count kept rows without a place in the plan."""
-        self.num_unplaced += unplaced_E.sum()
-
-    @torch.no_grad()
     def add_received(self, count_SL: Tensor) -> None:
         """Count a pass of cells at the rank of its experts, where `count_SL` rows arrived."""
         self.idle_passes += count_SL.sum() == 0
-
-    def of_receiver(self) -> dict[str, Tensor]:
-        """Return what the layout of a pass counts, by the names that `kernels.layout` has."""
-        counted = {"idle": self.idle_passes}
-        if not self._of_cells:
-            counted |= {"kept_L": self.kept_L, "max_need": self.max_need}
-        return counted
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the memory behind all counts, to be reduced, copied or restored."""

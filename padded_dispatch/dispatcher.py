@@ -14,6 +14,7 @@ Letters: T tokens on this rank, K experts per token, E experts, D hidden size, N
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import torch
@@ -28,7 +29,7 @@ from padded_dispatch.exchange.choose import agree_on_shapes, choose
 from padded_dispatch.experts import Call, ExpertWeights, padded
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.padded import ExpertInput, Sent
-from padded_dispatch.experts.store import Rooms, Store, fitting, scratch
+from padded_dispatch.experts.store import Store, TakeRoom, fitting, scratch
 from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
 from padded_dispatch.routing.select import Selection, select
 from padded_dispatch.utils.phases import in_backward, trains
@@ -123,16 +124,16 @@ class PaddedDispatcher:
             AbsentRanksError: on all ranks that wait, when one does not come.
         """
         selection, plan, wire = self._begin(tokens_TD, probs_TE, map_TE, mask_T, packed=True)
-        call = Call(plan=plan, wire=wire, rooms=self._rooms(len(tokens_TD)))
+        call = Call(plan=plan, wire=wire, take_room=self._rooms(len(tokens_TD)))
         prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
 
-    def _rooms(self, num_tokens: int) -> Rooms:
+    def _rooms(self, num_tokens: int) -> TakeRoom:
         if self.config.fits:
-            return fitting()
+            return fitting
         if in_backward() or not trains():
-            return scratch(self.config, num_tokens)
-        return self.store.rooms([self._number], num_tokens)
+            return partial(scratch, self.config, num_tokens)
+        return partial(self.store.take, [self._number], num_tokens)
 
     def dispatch(
         self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, mask_T: Tensor | None = None

@@ -21,7 +21,7 @@ def test_counts_add_up():
     for capacity in (2, 1):
         selection = select(asked_TE, probs_TE, capacity=capacity)
         counters.observe(asked_TE, probs_TE, selection, True)
-        counters.add_unplaced(torch.tensor([capacity, 0, 0], dtype=torch.int32))
+        counters.num_unplaced += capacity
     for received in ([0, 0], [0, 2], [0, 0]):
         counters.add_received(torch.tensor(received, dtype=torch.int32))
     assert counters.demand_E.tolist() == [6, 2, 0]
@@ -45,7 +45,7 @@ def test_a_store_is_counted_where_its_rows_are_kept():
     count_SL = torch.tensor([[4, 0], [2, 1]], dtype=torch.int32)
     for later in (13, 8):  # 7 rows need 20, then 15; room for 5 holds two of each expert.
         room = Room(limit=5, most=9, share=7, later=later)
-        store_offsets(count_SL, room, **counters.of_receiver())
+        store_offsets(count_SL, room, **counters.of_receiver)
     assert counters.demand_E.tolist() == [2, 0, 0, 2, 2, 0]
     assert counters.kept_E.tolist() == [0, 0, 8, 2, 0, 0]
     assert counters.kept_L.tolist() == [8, 2]
@@ -61,7 +61,7 @@ def test_a_store_is_counted_where_its_rows_are_kept():
 def test_a_layout_counts_what_the_sources_do_not(capacity_pool, names):
     config = DispatchConfig(num_experts=4, top_k=1, num_ranks=2, capacity_pool=capacity_pool)
     counters = Counters(config, "cpu", rank=1)
-    of_receiver = counters.of_receiver()
+    of_receiver = counters.of_receiver
     assert of_receiver.keys() == names
     for tensor in of_receiver.values():
         tensor += 1
@@ -95,7 +95,7 @@ def snapshot() -> Snapshot:
     for _ in range(2):
         selection = select(asked_TE, probs_TE, capacity=3)
         counters.observe(asked_TE, probs_TE, selection, True)
-    counters.add_unplaced(torch.tensor([0, 7, 0, 0]))
+    counters.num_unplaced += 7
     counters.struck += torch.tensor([3], dtype=torch.int32).sum()
     totals_W = counters.totals.numpy()
     idle_passes_YR = np.array([[0, 2], [0, 0]])

@@ -20,7 +20,7 @@ from torch import Tensor
 from padded_dispatch.counters import Counters
 from padded_dispatch.exchange import Wire
 from padded_dispatch.experts.activation import Activation
-from padded_dispatch.experts.store import Rooms
+from padded_dispatch.experts.store import TakeRoom
 from padded_dispatch.routing.plan import Plan
 
 # Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
@@ -72,13 +72,13 @@ class Call:
     Attributes:
         plan: of this rank's tokens.
         wire: their exchange.
-        rooms: where rows lie.
+        take_room: called with what arrived, returns where rows lie.
         counters: to which the receiver adds what it kept; None counts nothing.
     """
 
     plan: Plan
     wire: Wire
-    rooms: Rooms
+    take_room: TakeRoom
     counters: Counters | None = None
 
 

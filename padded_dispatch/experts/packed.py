@@ -51,8 +51,8 @@ class _Pass(torch.autograd.Function):
     ):
         wire, counters = call.wire, call.counters
         arrived = wire.open(tokens_TD.contiguous(), prob_TK.contiguous())
-        room = call.rooms.take(arrived.count_SL)
-        kept = {} if counters is None else counters.of_receiver()
+        room = call.take_room(arrived.count_SL)
+        kept = {} if counters is None else counters.of_receiver
         found = layout.lay_out(
             arrived.count_SL,
             room.top,

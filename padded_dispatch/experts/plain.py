@@ -129,8 +129,8 @@ def run(
     wire = cast(CollectiveWire, call.wire)  # Direct stores need a GPU.
     arrived = wire.open(tokens_TD, prob_TK)
     values_SPD, prob_SPK = arrived.values.rows_SPD, arrived.prob_SPK
-    room = call.rooms.take(arrived.count_SL)
-    counted = {} if call.counters is None else call.counters.of_receiver()
+    room = call.take_room(arrived.count_SL)
+    counted = {} if call.counters is None else call.counters.of_receiver
     offsets, level, before = store_offsets(arrived.count_SL, room, **counted)
     row_SPK = rows_of_choices(arrived.expert_SPK, arrived.place_SPK, offsets, level, num_experts)
     choice_N = choices_of_rows(row_SPK)

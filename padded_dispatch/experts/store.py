@@ -27,10 +27,10 @@ Letters: T tokens, L local experts, S sources, D hidden size, G columns of fc1's
 the store, N the most rows of a pass.
 """
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -73,50 +73,39 @@ class Buffers:
         return num_rows * ((width + fc1_width) * element_size + 12)
 
 
+@dataclass(kw_only=True, eq=False)
 class Entry:
     """The host's mark of a pass that has rows in a stack, held by its autograd node."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    number: int
 
 
+@dataclass(kw_only=True, eq=False)
 class _Stack:
     """Rows of one micro-batch.
 
-    `captured`: whether a CUDA graph uses it. `top`: zeros, see `Room.top`.
+    Attributes:
+        num_rows: M.
+        top: zeros, see `Room.top`.
+        captured: whether a CUDA graph uses it.
+        entries: marks of passes, those of the last calls last.
+        buffers: memory of rows of some widths and dtype.
     """
 
-    def __init__(self, num_rows: int, top: Tensor) -> None:
-        self.num_rows, self.top = num_rows, top
-        self.captured = False
-        self._entries: list[weakref.ref[Entry]] = []
-        self._buffers: dict[tuple[int, int, torch.dtype], Buffers] = {}
+    num_rows: int
+    top: Tensor
+    captured: bool = False
+    entries: list[weakref.ref[Entry]] = field(default_factory=list)
+    buffers: dict[tuple[int, int, torch.dtype], Buffers] = field(default_factory=dict)
 
     @property
     def last(self) -> int:
         """Number of the last call with rows here; -1 if there is none."""
-        while self._entries:
-            if (entry := self._entries[-1]()) is not None:
+        while self.entries:
+            if (entry := self.entries[-1]()) is not None:
                 return entry.number
-            self._entries.pop()
+            self.entries.pop()
         return -1
-
-    def push(self, number: int) -> Entry:
-        """Note that a call has rows from now on."""
-        entry = Entry(number)
-        self._entries.append(weakref.ref(entry))
-        return entry
-
-    def pop(self, entry: Entry) -> None:
-        """Note that a call has no rows any more."""
-        self._entries = [one for one in self._entries if one() is not entry]
-
-    def buffers(self, width: int, fc1_width: int, dtype: torch.dtype) -> Buffers:
-        """Return the memory of rows of such widths, new at the first call."""
-        key = width, fc1_width, dtype
-        if key not in self._buffers:
-            self._buffers[key] = Buffers.empty(self.num_rows, *key, self.top.device)
-        return self._buffers[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,23 +136,23 @@ class Room:
     def buffers(
         self, width: int, fc1_width: int, dtype: torch.dtype, device: torch.device
     ) -> Buffers:
-        """Return the memory of the rows."""
+        """Return the memory of the rows; of a stack, new at the first call with such widths."""
         if self.stack is None:
             return Buffers.empty(self.limit, width, fc1_width, dtype, device)
-        return self.stack.buffers(width, fc1_width, dtype)
+        key, known = (width, fc1_width, dtype), self.stack.buffers
+        if key not in known:
+            known[key] = Buffers.empty(self.stack.num_rows, *key, device)
+        return known[key]
 
     def close(self) -> None:
         """Take the mark off the stack, once backward has issued its last use of the rows."""
-        if self.stack is not None and self.entry is not None:
-            self.stack.pop(self.entry)
+        if self.stack is not None:
+            self.stack.entries = [one for one in self.stack.entries if one() is not self.entry]
 
 
-class Rooms(Protocol):
-    """Room for the rows of a pass: a stack of a store, or memory of the pass itself."""
-
-    def take(self, count_SL: Tensor) -> Room:
-        """Return the room of the pass that begins, whose sources send `count_SL` rows."""
-        ...
+# Returns the room of the pass that begins, whose sources send `count_SL` rows: in a stack of a
+# store (`Store.take`), or memory of the pass itself (`scratch`, `fitting`).
+TakeRoom = Callable[[Tensor], Room]
 
 
 class Store:
@@ -177,6 +166,9 @@ class Store:
         self._configs: list[Callable[[], DispatchConfig]] = []
         self._stacks: list[_Stack] = []  # That used last comes last.
         self._tops: list[Tensor] = []
+        # Rooms of all calls, as they were found last: T and configs, and what follows from them.
+        self._known: tuple[int, list[DispatchConfig]] = 0, []
+        self._rooms: list[Room] = []
 
     def add(self, config: Callable[[], DispatchConfig]) -> int:
         """Add a call that keeps rows, and return its number.
@@ -195,16 +187,26 @@ class Store:
         """Return the rows of all calls in perfect balance, relative to which a factor is."""
         return sum(config().share(num_tokens) for config in self._configs)
 
-    def rooms(self, numbers: Sequence[int], num_tokens: int) -> Rooms:
-        """Return the rooms of a pass with gradients.
+    def take(self, numbers: Sequence[int], num_tokens: int, count_SL: Tensor) -> Room:
+        """Return the room of a pass with gradients.
 
         Args:
             numbers: those of the layer's calls, ascending; one, unless a pass runs it repeatedly.
             num_tokens: T.
+            count_SL: its device is read.
         """
-        return _Stacked(self, tuple(numbers), num_tokens)
+        known = num_tokens, [config() for config in self._configs]
+        if known != self._known:
+            self._known, self._rooms = known, _rooms_of(known[1], num_tokens)
+        stack = self._stack(numbers, self._rooms[-1].limit, count_SL.device)
+        last = stack.last
+        number = next(number for number in numbers if number > last)
+        entry = Entry(number=number)
+        stack.entries.append(weakref.ref(entry))
+        room, mine = self._rooms[number], {"stack": stack, "entry": entry}
+        return dataclasses.replace(room, top=stack.top, first=last < 0, **mine)
 
-    def stack(self, numbers: Sequence[int], num_rows: int, device: torch.device) -> _Stack:
+    def _stack(self, numbers: Sequence[int], num_rows: int, device: torch.device) -> _Stack:
         """Return the stack for the next call of a layer."""
         captures = is_capturing()
         mine = [stack for stack in self._stacks if stack.captured == captures]
@@ -217,9 +219,10 @@ class Store:
             for small in [one for one in found if one.num_rows < num_rows and not one.captured]:
                 self._stacks.remove(small)
             found = [stack for stack in found if stack.num_rows >= num_rows]
-        stack = found[-1] if found else _Stack(num_rows, self._top(device))
         if found:
-            self._stacks.remove(stack)
+            self._stacks.remove(stack := found[-1])
+        else:
+            stack = _Stack(num_rows=num_rows, top=self._top(device))
         stack.captured = captures
         self._stacks.append(stack)
         return stack
@@ -235,57 +238,27 @@ class Store:
         self._stacks = [s for s in self._stacks if s.captured != captured or s.last >= 0]
 
 
-@dataclass(frozen=True)
-class _Stacked:
-    store: Store
-    numbers: tuple[int, ...]
-    num_tokens: int
-
-    def take(self, count_SL: Tensor) -> Room:
-        store, num_tokens = self.store, self.num_tokens
-        configs = [config() for config in store._configs]
-        rows = [config.rows(num_tokens) for config in configs]
-        num_rows = sum(rows)
-        stack = store.stack(self.numbers, num_rows, count_SL.device)
-        last = stack.last
-        number = next(number for number in self.numbers if number > last)
-        behind = zip(configs[number + 1 :], rows[number + 1 :], strict=True)
-        later = sum(min(config.share(num_tokens), room) for config, room in behind)
-        share = configs[number].share(num_tokens)
-        return Room(
-            limit=num_rows - later,
-            most=min(configs[number].most_rows(num_tokens), max(num_rows, 5 * share)),
-            share=share,
-            top=stack.top,
-            first=last < 0,
-            later=later,
-            stack=stack,
-            entry=stack.push(number),
-        )
+def _rooms_of(configs: Sequence[DispatchConfig], num_tokens: int) -> list[Room]:
+    """Return the rooms of all calls of a store: what follows from configs and T."""
+    num_rows = sum(config.rows(num_tokens) for config in configs)
+    rooms, later = [], 0
+    for config in reversed(configs):
+        share = config.share(num_tokens)
+        most = min(config.most_rows(num_tokens), max(num_rows, 5 * share))
+        rooms.append(Room(limit=num_rows - later, most=most, share=share, later=later))
+        later += min(share, config.rows(num_tokens))
+    return rooms[::-1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Scratch:
-    num_rows: int
-    share: int
-
-    def take(self, count_SL: Tensor) -> Room:
-        return Room(limit=self.num_rows, most=self.num_rows, share=self.share)
-
-
-class _Fitting:
-    def take(self, count_SL: Tensor) -> Room:
-        num_rows = max(1, int(count_SL.sum()))
-        return Room(limit=num_rows, most=num_rows, share=num_rows)
-
-
-def scratch(config: DispatchConfig, num_tokens: int) -> Rooms:
-    """Return rooms that keep nothing, of a size that follows from the config and T."""
+def scratch(config: DispatchConfig, num_tokens: int, count_SL: Tensor) -> Room:
+    """Return a room that keeps nothing, of a size that follows from the config and T."""
     share = config.share(num_tokens)
     most = max(config.rows(num_tokens), 5 * share)
-    return _Scratch(num_rows=min(config.most_rows(num_tokens), most), share=share)
+    num_rows = min(config.most_rows(num_tokens), most)
+    return Room(limit=num_rows, most=num_rows, share=share)
 
 
-def fitting() -> Rooms:
-    """Return rooms that keep nothing and hold all rows of an eager pass, read on the host."""
-    return _Fitting()
+def fitting(count_SL: Tensor) -> Room:
+    """Return a room that keeps nothing and holds all rows of an eager pass, read on the host."""
+    num_rows = max(1, int(count_SL.sum()))
+    return Room(limit=num_rows, most=num_rows, share=num_rows)

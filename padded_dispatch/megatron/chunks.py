@@ -16,12 +16,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.experts.store import Buffers, Rooms, Store
+from padded_dispatch.experts.store import Buffers, Store
 from padded_dispatch.megatron.config import log_once
 
 
 @dataclass(kw_only=True, eq=False)
-class _Chunk:
+class Chunk:
     """Layers that share a store; `number` and `num_calls` grow as layers join.
 
     `said`: numbers of tokens (T) for which the log has the size of the store.
@@ -36,9 +36,10 @@ class _Chunk:
 
 
 # Where the next layer may join.
-_last: weakref.ref[_Chunk] | None = None
+_last: weakref.ref[Chunk] | None = None
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Calls:
     """The calls of one layer in a pass of its chunk.
 
@@ -46,33 +47,30 @@ class Calls:
     none if backward always runs it again.
 
     Attributes:
+        chunk: the layers of the pass.
+        numbers: of the calls in the store.
         store: where their rows lie; None if there are no calls.
     """
 
-    def __init__(self, chunk: _Chunk, numbers: list[int]) -> None:
-        self._chunk, self._numbers = chunk, numbers
-        self.store = chunk.store if numbers else None
+    chunk: Chunk
+    numbers: list[int]
+    store: Store | None
 
-    def rooms(self, tokens_TD: Tensor, fc1_width: int, *, logs: bool) -> Rooms | None:
-        """Return the rooms of a pass with gradients; None if there are no calls.
+    def say(self, tokens_TD: Tensor, fc1_width: int) -> None:
+        """Log once what the store costs.
 
         Args:
             tokens_TD: [T, D].
             fc1_width: columns of fc1's result (G).
-            logs: whether to log once what the store costs.
         """
-        if self.store is None:
-            return None
-        num_tokens, width = tokens_TD.shape
-        if logs and num_tokens not in self._chunk.said:
-            self._chunk.said.add(num_tokens)
-            num_rows = self.store.num_rows(num_tokens)
-            size = Buffers.num_bytes(num_rows, width, fc1_width, tokens_TD.element_size()) / 2**30
-            log_once(
-                f"padded dispatch: {self._chunk.num_calls} layers at {num_tokens} tokens per rank "
-                f"share a store of {num_rows} rows, {size:.2f} GiB for each micro-batch in flight"
-            )
-        return self.store.rooms(self._numbers, num_tokens)
+        (num_tokens, width), chunk = tokens_TD.shape, self.chunk
+        chunk.said.add(num_tokens)
+        num_rows = chunk.store.num_rows(num_tokens)
+        size = Buffers.num_bytes(num_rows, width, fc1_width, tokens_TD.element_size()) / 2**30
+        log_once(
+            f"padded dispatch: {chunk.num_calls} layers at {num_tokens} tokens per rank "
+            f"share a store of {num_rows} rows, {size:.2f} GiB for each micro-batch in flight"
+        )
 
 
 def join(
@@ -95,11 +93,12 @@ def join(
     stage, index = _place(config, number, pipeline)
     key, chunk = (*key, stage), None if _last is None else _last()
     if chunk is None or chunk.config is not config or chunk.key != key or number <= chunk.number:
-        chunk = _Chunk(config=config, key=key, store=Store())
+        chunk = Chunk(config=config, key=key, store=Store())
         _last = weakref.ref(chunk)
     num_calls = 0 if _is_recomputed(config, index) else _repeats(config, number)
     chunk.number, chunk.num_calls = number, chunk.num_calls + num_calls
-    return Calls(chunk, [chunk.store.add(dispatch_config) for _ in range(num_calls)])
+    numbers = [chunk.store.add(dispatch_config) for _ in range(num_calls)]
+    return Calls(chunk=chunk, numbers=numbers, store=chunk.store if numbers else None)
 
 
 def _place(config: Any, number: int, pipeline: Any) -> tuple[int, int]:

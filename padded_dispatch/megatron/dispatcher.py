@@ -25,6 +25,7 @@ rank, P slots of a source on the wire, D hidden size, N rows of this rank's expe
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +34,12 @@ from torch import Tensor
 
 from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.counters import Counters
+from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import choose
 from padded_dispatch.experts import Call, padded
 from padded_dispatch.experts.padded import Sent
-from padded_dispatch.experts.store import Rooms, Store, fitting, scratch
+from padded_dispatch.experts.store import Store, TakeRoom, fitting, scratch
 from padded_dispatch.megatron.chunks import Calls, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import check_config, check_pipeline, log_once, padded_options
@@ -133,7 +135,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.shared_overlap: SharedExpertOverlap | None = None
         self.expert_SBK = self.place_SBK = self.kept_E = self.unplaced_E = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
-        self._announced: set[tuple[DispatchConfig, int]] = set()
+        self._num_slots: dict[tuple[DispatchConfig, int], int] = {}
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
         self.replicas = getattr(pg_collection, "expt_dp", None)
         own = (self.ep_group, self.tp_group, self.replicas)
@@ -202,17 +204,16 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             The tokens, and the probability of each choice, [T, K], at least fp32.
         """
         config, shape = self.configs.now, tokens.shape[:-1]
-        self._announce(config, tokens.flatten(0, -2))
+        num_slots = self._slots(config, tokens.flatten(0, -2))
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
         counters = self._counters_now()
-        num_slots = config.wire_slots(shape.numel())
         routing_map, struck = self.exchange.strike(routing_map, probs, num_slots)
         if counters is not None and struck is not None:
             counters.struck += struck.squeeze()
         plan = make_plan(routing_map, top_k=config.top_k)
         if counters is not None:
-            counters.add_unplaced(plan.unplaced_E)
+            counters.num_unplaced += plan.unplaced_E.sum()
         self.expert_SBK = plan.expert_TK.view(*shape, -1)
         self.place_SBK = plan.place_TK.view(*shape, -1)
         self.kept_E, self.unplaced_E = plan.kept_E, plan.unplaced_E
@@ -228,30 +229,31 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             setattr(self, name, None)
         return output
 
-    def _plan(self) -> Plan:
-        """Return the plan that the attributes hold."""
+    def _start(self, config: DispatchConfig, tokens_TD: Tensor) -> tuple[Plan, Wire]:
+        """Begin the exchange of a pass: return the plan that the attributes hold, and its wire."""
         assert self.expert_SBK is not None and self.place_SBK is not None
         assert self.kept_E is not None and self.unplaced_E is not None
-        return Plan(
+        plan = Plan(
             expert_TK=self.expert_SBK.flatten(0, -2),
             place_TK=self.place_SBK.flatten(0, -2),
             kept_E=self.kept_E,
             unplaced_E=self.unplaced_E,
         )
-
-    def _wire(self, config: DispatchConfig, plan: Plan, tokens_TD: Tensor) -> Any:
-        """Begin the exchange of a pass, and return its wire."""
-        num_slots = config.wire_slots(len(tokens_TD))
+        num_slots = self._slots(config, tokens_TD)
         if config.fits and not self.configs.in_training:
             num_slots = self.agreement.largest(num_slots)  # Ranks generate text of other lengths.
-        return self.exchange.start(plan, tokens_TD, num_slots)
+        return plan, self.exchange.start(plan, tokens_TD, num_slots)
+
+    def _slots(self, config: DispatchConfig, tokens_TD: Tensor) -> int:
+        """Return the slots of this rank at each other (P); log what the first such pass shows."""
+        key = config, len(tokens_TD)
+        if key not in self._num_slots:
+            self._announce(config, tokens_TD)
+            self._num_slots[key] = config.wire_slots(len(tokens_TD))
+        return self._num_slots[key]
 
     def _announce(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
         """Check and log what the first pass with a config and a T shows."""
-        key = config, len(tokens_TD)
-        if key in self._announced:
-            return
-        self._announced.add(key)
         if self.configs.in_training:
             require_gradients_arrive(self.experts, self.config)
             if self._logs and config.capacity_factor == NO_DROP:
@@ -278,31 +280,21 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             )
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send tokens to the ranks of their experts, unless experts do so themselves."""
+        """Pass the tokens on, which experts send."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        rows, probs = self._send(hidden_states, probs)
-        if self.shared_overlap is not None:
-            self.shared_overlap.fc1(rows)
-        return rows, probs
+            self.shared_overlap.fc1(hidden_states)
+        return hidden_states, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Pass the experts' output on."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Return the sum of every token's rows, [T, D]."""
+        """Return the sum of every token's rows, [T, D], which experts return."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        sum_TD = self._bring(hidden_states)
-        if self.shared_overlap is not None:
-            self.shared_overlap.fc2(sum_TD)
-        return sum_TD
-
-    def _send(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        return hidden_states, probs
-
-    def _bring(self, hidden_states: Tensor) -> Tensor:
+            self.shared_overlap.fc2(hidden_states)
         return hidden_states
 
 
@@ -327,28 +319,30 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Let the experts know the pass; return tokens [T, D], rows [E] and probabilities."""
-        config, plan, tokens_TD = self.configs.now, self._plan(), hidden_states.flatten(0, -2)
+        config, tokens_TD = self.configs.now, hidden_states.flatten(0, -2)
+        plan, wire = self._start(config, tokens_TD)
         self.experts.call = Call(
             plan=plan,
-            wire=self._wire(config, plan, tokens_TD),
-            rooms=self._rooms(config, tokens_TD, probs),
+            wire=wire,
+            take_room=self._take_room(config, tokens_TD, probs),
             counters=self._counters_now(),
         )
         return tokens_TD, plan.kept_E, probs
 
-    def _rooms(self, config: DispatchConfig, tokens_TD: Tensor, prob_TK: Tensor) -> Rooms:
+    def _take_room(self, config: DispatchConfig, tokens_TD: Tensor, prob_TK: Tensor) -> TakeRoom:
         """Return where the rows of a pass may lie: in the store, if backward will need them."""
+        calls, num_tokens = self._calls, len(tokens_TD)
         if config.fits:
-            return fitting()
-        keeps = trains() and self.configs.in_training
-        if keeps and not in_backward() and self._calls is not None:
-            weight = self.experts.linear_fc1.weight
-            inputs = tokens_TD, prob_TK, weight, self.experts.linear_fc2.weight
-            if any(tensor.requires_grad for tensor in inputs):
-                rooms = self._calls.rooms(tokens_TD, weight.shape[1], logs=self._logs)
-                if rooms is not None:
-                    return rooms
-        return scratch(config, len(tokens_TD))
+            return fitting
+        keeps = trains() and self.configs.in_training and not in_backward()
+        if keeps and calls is not None and calls.store is not None:
+            fc1, fc2 = self.experts.linear_fc1.weight, self.experts.linear_fc2.weight
+            has_gradients = tokens_TD.requires_grad or prob_TK.requires_grad
+            if has_gradients or fc1.requires_grad or fc2.requires_grad:
+                if self._logs and num_tokens not in calls.chunk.said:
+                    calls.say(tokens_TD, fc1.shape[1])
+                return partial(calls.store.take, calls.numbers, num_tokens)
+        return partial(scratch, config, num_tokens)
 
 
 class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
@@ -356,15 +350,19 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
 
     _sent: Sent | None = None  # From `token_dispatch` to `token_combine`.
 
-    def _send(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        config, plan, tokens_TD = self.configs.now, self._plan(), hidden_states.flatten(0, -2)
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Send tokens to the ranks of their experts, in padded cells."""
+        if self.shared_overlap is not None:
+            self.shared_overlap.wait()
+        config, tokens_TD = self.configs.now, hidden_states.flatten(0, -2)
+        plan, wire = self._start(config, tokens_TD)
         if self.config.overlap_moe_expert_parallel_comm:  # Another stream reads the plan.
             for tensor in vars(plan).values():
                 tensor.record_stream(torch.cuda.current_stream())
         given, self._sent = padded.dispatch(
             tokens_TD,
             probs,
-            self._wire(config, plan, tokens_TD),
+            wire,
             capacity=None if config.fits else config.capacity(len(tokens_TD)),
             num_local_experts=config.num_local_experts,
             alignment=config.alignment,
@@ -372,6 +370,8 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         counters = self._counters_now()
         if counters is not None:
             counters.add_received(given.count_SL)
+        if self.shared_overlap is not None:
+            self.shared_overlap.fc1(given.rows_ND)
         return given.rows_ND, given.probs_N
 
     def dispatch_postprocess(
@@ -385,10 +385,16 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         rows_L = torch.full((num_local_experts,), len(hidden_states) // num_local_experts)
         return hidden_states, rows_L, probs
 
-    def _bring(self, hidden_states: Tensor) -> Tensor:
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Return the sum of every token's rows, [T, D]."""
+        if self.shared_overlap is not None:
+            self.shared_overlap.wait()
         sent, self._sent = self._sent, None
         assert sent is not None
-        return padded.combine(hidden_states, sent)
+        sum_TD = padded.combine(hidden_states, sent)
+        if self.shared_overlap is not None:
+            self.shared_overlap.fc2(sum_TD)
+        return sum_TD
 
 
 def dispatcher_for(config: Any) -> type[PaddedAlltoAllTokenDispatcher]:

@@ -22,7 +22,7 @@ from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.experts import Call, Delayed, ExpertWeights, packed, plain
 from padded_dispatch.experts.activation import Activation
-from padded_dispatch.experts.store import Buffers, Rooms, Store, fitting, scratch
+from padded_dispatch.experts.store import Buffers, Store, TakeRoom, fitting, scratch
 from padded_dispatch.kernels import gemm
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from tests.support.grids import poisoned_memory
@@ -120,13 +120,13 @@ def exchange_of(case: Case) -> Any:
     return Collectives(case.local_experts, group)
 
 
-def forward(model: Model, run: Any, exchange: Any, rooms: Callable[[int], Rooms]) -> Tensor:
+def forward(model: Model, run: Any, exchange: Any, rooms: Callable[[int], TakeRoom]) -> Tensor:
     case, hidden_TD = model.case, model.tokens_TD
     for number, weights in enumerate(model.weights):
         plan = make_plan(model.maps_YTE[number], top_k=2)
         wire = exchange.start(plan, hidden_TD, case.tokens)
         prob_TK = choice_probs(model.probs_YTE[number], plan.expert_TK)
-        call = Call(plan=plan, wire=wire, rooms=rooms(number))
+        call = Call(plan=plan, wire=wire, take_room=rooms(number))
         hidden_TD = run(hidden_TD, prob_TK, weights, case.activation, call) + hidden_TD
     return hidden_TD
 
@@ -137,7 +137,7 @@ def trained(case: Case, run: Any, dtype: torch.dtype, passes: int = 1) -> dict[s
     out_TD = torch.empty(0)
     for _ in range(passes):
         out_TD = forward(
-            model, run, exchange, lambda number: model.store.rooms([number], case.tokens)
+            model, run, exchange, lambda number: partial(model.store.take, [number], case.tokens)
         )
         out_TD.backward(model.grad_TD)
         for weights in model.weights:
@@ -215,10 +215,12 @@ def test_rooms_that_keep_nothing_compute_the_same():
     model, exchange = Model(case, torch.float32), exchange_of(case)
     given = partial(forward, model, packed.run, exchange)
     with poisoned_memory():
-        kept = given(lambda number: model.store.rooms([number], case.tokens))
+        kept = given(lambda number: partial(model.store.take, [number], case.tokens))
         with torch.no_grad():
-            assert torch.equal(given(lambda number: scratch(case.config, case.tokens)), kept)
-            assert torch.equal(given(lambda number: fitting()), kept)
+            assert torch.equal(
+                given(lambda number: partial(scratch, case.config, case.tokens)), kept
+            )
+            assert torch.equal(given(lambda number: fitting), kept)
 
 
 def test_recompute_frees_what_the_first_pass_kept(monkeypatch):
@@ -233,7 +235,9 @@ def test_recompute_frees_what_the_first_pass_kept(monkeypatch):
     monkeypatch.setattr(Buffers, "empty", noted)
     for recompute in (False, True):
         model, exchange = Model(case, torch.float32), exchange_of(case)
-        run = partial(forward, model, packed.run, exchange, lambda _: scratch(case.config, TOKENS))
+        run = partial(
+            forward, model, packed.run, exchange, lambda _: partial(scratch, case.config, TOKENS)
+        )
         with poisoned_memory():
             out_TD = checkpoint(run, use_reentrant=False) if recompute else run()
             assert isinstance(out_TD, Tensor)
@@ -252,7 +256,7 @@ def test_backward_runs_once():
     case = Case()
     model = Model(case, torch.float32)
     out_TD = forward(
-        model, packed.run, exchange_of(case), lambda n: model.store.rooms([n], case.tokens)
+        model, packed.run, exchange_of(case), lambda n: partial(model.store.take, [n], case.tokens)
     )
     out_TD.sum().backward(retain_graph=True)
     with pytest.raises(ValueError, match="once per forward pass"):

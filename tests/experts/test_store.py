@@ -23,7 +23,7 @@ def make_store(*factors: float) -> Store:
 
 
 def take(store: Store, *numbers: int, num_tokens: int = 10) -> Room:
-    return store.rooms(numbers, num_tokens).take(COUNT)
+    return store.take(numbers, num_tokens, COUNT)
 
 
 def test_sizes():
@@ -44,7 +44,7 @@ def test_most_rows_of_a_pass_are_five_shares_or_the_store():
     )
     store = Store()
     store.add(lambda: one)
-    assert store.rooms([0], 10).take(COUNT).most == 100  # Not 32 * 10 * 2.
+    assert store.take([0], 10, COUNT).most == 100  # Not 32 * 10 * 2.
 
 
 def test_a_pass_uses_one_stack():
@@ -121,11 +121,11 @@ def test_buffers_are_made_once_for_each_shape():
 
 
 def test_scratch_and_fitting():
-    room = scratch(config(1.5), 10).take(COUNT)
+    room = scratch(config(1.5), 10, COUNT)
     assert (room.top, room.stack, room.limit, room.most) == (None, None, 80, 80)
-    room = fitting().take(COUNT)
+    room = fitting(COUNT)
     assert (room.top, room.stack, room.limit, room.most) == (None, None, 6, 6)
-    assert fitting().take(COUNT * 0).limit == 1
+    assert fitting(COUNT * 0).limit == 1
 
 
 def test_release_frees_what_has_no_rows():

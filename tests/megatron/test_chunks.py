@@ -29,7 +29,7 @@ def joined(config: Any, numbers: list[int], rank: int = 0, *key: object) -> list
 
 def calls_of(calls: list[Calls]) -> list[list[int]]:
     """The numbers of the calls of each layer."""
-    return [one._numbers for one in calls]
+    return [one.numbers for one in calls]
 
 
 def test_layers_of_a_model_share_a_store():

@@ -72,15 +72,15 @@ def run(made: Any, hidden: Tensor) -> dict[str, Tensor]:
 def rooms_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of rooms that passes took, in their order."""
     found: list[str] = []
-    for name in ("rooms", "scratch", "fitting"):
-        owner = store.Store if name == "rooms" else "padded_dispatch.megatron.dispatcher"
-        make = getattr(store.Store if name == "rooms" else store, name)
+    for name in ("take", "scratch", "fitting"):
+        owner = store.Store if name == "take" else "padded_dispatch.megatron.dispatcher"
+        make = getattr(store.Store if name == "take" else store, name)
 
         def noted(*args: Any, make: Callable[..., Any] = make, name: str = name) -> Any:
             found.append(name)
             return make(*args)
 
-        target = (owner, name) if name == "rooms" else (f"{owner}.{name}",)
+        target = (owner, name) if name == "take" else (f"{owner}.{name}",)
         monkeypatch.setattr(*target, noted)
     return found
 
@@ -155,7 +155,7 @@ def _in_rooms(made: Any, how: str, given: Tensor) -> None:
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("training", ["rooms"]),
+        ("training", ["take"]),
         ("recompute", ["scratch", "scratch"]),
         ("other recompute", ["scratch", "scratch"]),
         ("no gradient", ["scratch"]),
