@@ -2,8 +2,11 @@
 
 import ast
 import dataclasses
+import re
 import subprocess
+from dataclasses import dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -16,8 +19,63 @@ from padded_dispatch.megatron import LayerGraphs, install
 from padded_dispatch.megatron.compat import captures_moe
 from padded_dispatch.megatron.fields import REFUSED
 from padded_dispatch.megatron.run import read
-from tests.support.recipes import GRAPHS_016, GRAPHS_018, PAGE, expand, recipes
 from tests.test_readme import blocks
+
+PAGE = Path(__file__).parents[1] / "padded_dispatch" / "megatron" / "RECIPES.md"
+LAUNCHER = ["-m", "padded_dispatch.megatron.run"]
+GRAPHS_018 = "layers, 0.18 and later"
+GRAPHS_016 = "layers, 0.16 and 0.17"
+
+# Commands of a cluster; `torchrun` prints its words, one a line, after an empty line.
+_STAND_INS = """set -eu
+torchrun() { printf '\\n'; printf '%s\\n' "$@"; }
+padded-dispatch() { :; }
+srun() { "$@"; }
+scontrol() { printf 'host0\\nhost1\\n'; }
+NODE_RANK=1 MASTER_ADDR=host0 SLURM_JOB_NODELIST='host[0-1]' SLURM_NNODES=2 SLURM_JOB_ID=7
+. ./args.sh
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command of the page: words for torchrun before the launcher, words for it behind it."""
+
+    torchrun: list[str]
+    launcher: list[str]
+
+
+def recipes() -> dict[str, str]:
+    """Return the bash blocks by the names in the comments before them."""
+    found = re.findall(
+        r"^<!-- recipe: (.*?) -->\n\n```bash\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
+    return dict(found)
+
+
+def expand(name: str, folder: Path, *, graphs: str = GRAPHS_018) -> Command:
+    """Run a block in bash with stand-ins for its programs, and return what torchrun would get.
+
+    Args:
+        name: of the recipe.
+        folder: gets args.sh.
+        graphs: the recipe that GRAPHS comes from.
+    """
+    of_page = recipes()
+    (folder / "args.sh").write_text(of_page["args.sh"])
+    (array,) = re.findall(r"^GRAPHS=.*$", of_page[graphs], re.MULTILINE)
+    done = subprocess.run(
+        ["bash", "-c", f"{_STAND_INS}{array}\n{of_page[name]}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = done.stdout.split("\n\n")[-1].strip("\n").split("\n")
+    start = words.index(LAUNCHER[0])
+    assert words[start : start + 2] == LAUNCHER
+    return Command(torchrun=words[:start], launcher=words[start + 2 :])
+
 
 COMMANDS = [name for name in recipes() if name != "args.sh"]
 EACH = pytest.mark.parametrize("name", COMMANDS)

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from padded_dispatch.bench import command
 from padded_dispatch.bench.cases import Case
@@ -91,7 +92,7 @@ def test_stock_and_ours_have_the_fusions_of_production():
         assert flags["moe_permute_fusion"] == (contender != "auto-graphed")
 
 
-def _run(tmp_path, *flags):
+def _run(tmp_path, *flags, main=main):
     out = tmp_path / "results" / "bench.json"
     sizes = ["--tokens", "19", "--iterations", "2", "--repeats", "3"]
     code = main([*sizes, "--out", str(out), "--commit", "abc", *flags])
@@ -101,10 +102,16 @@ def _run(tmp_path, *flags):
     return code, run
 
 
-def test_command_on_cpus(tmp_path):
+def _measured_by_workers(*flags):
+    dist.destroy_process_group()  # The command makes its own.
+    return main([*flags])
+
+
+def test_command_on_cpus(pool2, tmp_path):
     flags = ["--device", "cpu", "--ep", "2", "--skews", "hot", "--capacity-factors", "1.25"]
-    code, run = _run(tmp_path, *flags, "--contenders", "drop-pad", "module", "packed")
-    assert code == 0
+    flags += ["--contenders", "drop-pad", "module", "packed"]
+    code, run = _run(tmp_path, *flags, main=lambda given: pool2.run(_measured_by_workers, *given))
+    assert code == [0, 0]
     stock, module, packed = rows = run["rows"]
     assert run["about"]["command"].startswith("padded-dispatch bench --tokens 19")
     assert [row["variant"] for row in rows] == [None, "module", "packed"]

@@ -35,7 +35,6 @@ SEED = 20
 # Draws of weights and tokens that are judged together: the largest error of the 16 elements of a
 # bias gradient depends much on chance, that of 64 less.
 DRAWS = 4
-RUNS = ("ours", "again", "stock", "exact")
 MODULE = PaddedOptions(experts="module", exchange="alltoall")
 
 
@@ -88,8 +87,10 @@ def layer_agrees(case: LayerCase) -> Findings:
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
     ):
-        draws = [_draw(case, number) for number in range(DRAWS)]
-    ours, again, stock, exact = (_stacked([draw[run] for draw in draws]) for run in RUNS)
+        kinds = {"ours": "padded_alltoall", "again": "padded_alltoall", "stock": case.stock_type}
+        layers = {run: build_layer(case, kind) for run, kind in kinds.items()}
+        draws = [_draw(case, layers, number) for number in range(DRAWS)]
+    ours, again, stock, exact = (_stacked([draw[run] for draw in draws]) for run in draws[0])
     errors = compare(ours, stock, exact, case.dtype)
     broken = [f"{name}: {error}" for name, error in errors.items() if not error.passed]
     if not all(torch.equal(ours[name], again[name]) for name in ours):
@@ -98,16 +99,16 @@ def layer_agrees(case: LayerCase) -> Findings:
     return Findings(facts=facts, broken=tuple(broken))
 
 
-def _draw(case: LayerCase, number: int) -> dict[str, dict[str, Tensor]]:
-    """Return output and gradients of each of `RUNS` for one draw of weights and tokens."""
+def _draw(case: LayerCase, layers: dict[str, Any], number: int) -> dict[str, dict[str, Tensor]]:
+    """Return output and gradients of each layer, and exact ones, for a draw of weights."""
     weights = _weights(case, number)
     tokens, grad = _tokens(case, number)
-    stock, map_TE = _run(case, case.stock_type, weights, tokens, grad)
-    ours, kept_TE = _run(case, "padded_alltoall", weights, tokens, grad)
-    assert torch.equal(map_TE, kept_TE), "both routers must choose the same experts"
-    again, _ = _run(case, "padded_alltoall", weights, tokens, grad)
-    exact = in_fp64(case, weights, tokens, grad, map_TE)
-    return {"ours": ours, "again": again, "stock": stock, "exact": exact}
+    maps, found = [], {}
+    for run, layer in layers.items():
+        found[run], map_TE = _run(layer, weights, tokens, grad)
+        maps.append(map_TE)
+    assert torch.equal(maps[0], maps[2]), "both routers must choose the same experts"
+    return found | {"exact": in_fp64(case, weights, tokens, grad, maps[0])}
 
 
 def _stacked(draws: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -155,18 +156,19 @@ def _tokens(case: LayerCase, number: int) -> tuple[Tensor, Tensor]:
 
 
 def _run(
-    case: LayerCase, dispatcher: str, weights: dict[str, Tensor], tokens: Tensor, grad: Tensor
+    layer: Any, weights: dict[str, Tensor], tokens: Tensor, grad: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Run forward and backward; return output and gradients by name, and the routing map."""
-    layer = build_layer(case, dispatcher)
+    layer.zero_grad()
     with torch.no_grad():
         for whole, where, part in _shards(layer, "data"):
             part.copy_(weights[whole][where])
-    maps = []
-    layer.router.register_forward_hook(lambda module, inputs, output: maps.append(output[1]))
+    maps: list[Tensor] = []
+    hook = layer.router.register_forward_hook(lambda module, inputs, out: maps.append(out[1]))
     tokens = tokens.clone().requires_grad_()
     with get_fp8_context(layer.config):  # Megatron's transformer block does this.
         output = layer(tokens)[0]
+    hook.remove()
     output.backward(grad)
     assert tokens.grad is not None
     found = {"output": output.detach(), "grad tokens": tokens.grad}
@@ -175,7 +177,7 @@ def _run(
     }
     for whole, where, part in _shards(layer, "grad"):
         wholes[whole][where] += part
-    return found | _summed(wholes), maps[-1]
+    return found | _summed(wholes), maps[0]
 
 
 def _summed(wholes: dict[str, Tensor]) -> dict[str, Tensor]:
