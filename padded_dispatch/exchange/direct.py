@@ -66,6 +66,7 @@ class DirectStores:
     ) -> None:
         self.num_local_experts = num_local_experts
         self.group = check_group(group, over_nvlink=over_nvlink)
+        self._buffers: dict[Shape, Buffers] = {}
 
     def strike(self, map_TE: Tensor, probs_TE: Tensor, num_slots: int) -> tuple[Tensor, None]:
         """Return the map as it is: every token has a slot."""
@@ -91,7 +92,9 @@ class DirectStores:
             width=tokens_TD.shape[1],
             dtype=tokens_TD.dtype,
         )
-        buffers = buffers_of(self.group, shape, tokens_TD.device)
+        if shape not in self._buffers:
+            self._buffers[shape] = buffers_of(self.group, shape, tokens_TD.device)
+        buffers = self._buffers[shape]
         return DirectWire(plan=plan, buffers=buffers, homes_S=buffers.homes_R)
 
 

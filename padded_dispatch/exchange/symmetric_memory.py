@@ -23,6 +23,7 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -56,6 +57,14 @@ class PeerMemory:
     """The same number of bytes on every rank, mapped by all ranks of the group.
 
     Creating it is a collective call of the group, outside of captures.
+
+    Attributes:
+        num_bytes: the number.
+        barrier: makes the current stream wait for those of all ranks, and their writes visible to
+            it. It resets its signals, so it can be captured. A peer may be compiling kernels,
+            reading data or writing a checkpoint: a rank waits for it as long as a collective of the
+            group would, and a captured barrier as long as at its capture. Then its kernel prints
+            the missing rank (its number in the group), and its device fails.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
@@ -68,9 +77,10 @@ class PeerMemory:
         _held[self] = num_bytes
         _line_buffer_stdout()
         self.num_bytes = num_bytes
-        self._timeout_ms = int(1000 * time_limit(group))
         name: Any = group_name(group)  # The type of a name differs between releases.
         self._handle: Any = _symmetric_memory.rendezvous(self._bytes, name)
+        timeout_ms = int(1000 * time_limit(group))
+        self.barrier = partial(self._handle.barrier, channel=0, timeout_ms=timeout_ms)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return this rank's memory from byte `offset` on, as a tensor with its own storage."""
@@ -80,16 +90,6 @@ class PeerMemory:
         """Return the addresses of byte `offset` on all ranks, int64 [R]; this rank can use them."""
         pointers = [base + offset for base in self._handle.buffer_ptrs]
         return torch.tensor(pointers, dtype=torch.int64, device=self._bytes.device)
-
-    def barrier(self) -> None:
-        """Make the current stream wait for those of all ranks, and their writes visible to it.
-
-        The barrier resets its signals, so it can be captured. A peer may be compiling kernels,
-        reading data or writing a checkpoint: a rank waits for it as long as a collective of the
-        group would, and a captured barrier as long as at its capture. Then its kernel prints the
-        missing rank (its number in the group), and its device fails.
-        """
-        self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
 
 
 # Bytes of symmetric memory on this rank; torch's allocator does not count them.
@@ -111,7 +111,7 @@ class Buffers:
 
     Attributes:
         rank: this rank's number in the group.
-        barrier: see `PeerMemory.barrier`.
+        barrier: see `PeerMemory`.
         rows_SPD: rows that arrive.
         expert_SPK: their plan, int32.
         place_SPK: likewise.

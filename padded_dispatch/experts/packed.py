@@ -123,15 +123,10 @@ class _Pass(torch.autograd.Function):
         given = {"row_SPK": laid_out.row_SPK, "segments": segments, "homes_S": wire.homes_S}
         grad_ND = rows.spread_rows(**vars(values), **given)
         grad_NF = gemm.rows_times_weights(grad_ND, fc2_LDF.transpose(1, 2), segments, stored=False)
-        hidden_NF, grad_prob_N = curves.activate_backward(
-            grad_NF,
-            fc1_MG,
-            fc1_bias_LG,
-            prob_M,
-            segments,
-            **vars(ctx.activation),
-        )
-        del grad_NF
+        grad_prob_N = prob_M.new_empty(segments.num_rows)
+        given = fc1_MG, fc1_bias_LG, prob_M, segments, grad_NF, grad_prob_N
+        hidden_NF = curves.activate(*given, **vars(ctx.activation))
+        del grad_NF, given
         grad_fc1_MG = fc1_MG  # Overwritten.
         grad_fc2_bias = grad_fc1_bias = None
         if fc2_bias_LD is not None:

@@ -31,6 +31,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -214,7 +215,7 @@ class Store:
         if not found:
             # A capture may also take over what eager passes have left.
             mine = [stack for stack in self._stacks if captures or not stack.captured]
-            mine.sort(key=lambda stack: stack.captured)
+            mine.sort(key=attrgetter("captured"))
             found = [stack for stack in mine if stack.last < 0]
             for small in [one for one in found if one.num_rows < num_rows and not one.captured]:
                 self._stacks.remove(small)

@@ -9,8 +9,6 @@ there is room for. The function, gating and bias are known when a kernel is comp
 `experts.activation` explains the arguments. G: width of fc1's result, 2F if gated, else F.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,13 +32,16 @@ def activate(
 ) -> Tensor:
     """Compute `function(gate) * up * prob` or `function(x) * prob` of the real rows.
 
+    With the gradient of that result, also write the gradients of what it came from: that of fc1's
+    result over `fc1_MG` (it equals that of its bias, before summing), and that of `prob_M`.
+
     Args:
         fc1_MG: stored, contiguous.
         bias_LG: contiguous; None adds nothing.
         prob_M: stored.
         segments: where the rows of each expert lie.
-        grad_NF: as `grad_prob_N`, for `activate_backward`.
-        grad_prob_N: written.
+        grad_NF: loose and contiguous, the gradient of the result; None in a forward pass.
+        grad_prob_N: loose, in the dtype of `prob_M`; written if there is a gradient.
         function: as `gated`, `clamp` and `offset`, a field of `experts.activation.Activation`.
         gated: whether fc1 returns a gate and up.
         clamp: of the gate and up.
@@ -50,11 +51,13 @@ def activate(
         Loose [N, F] in the dtype of `fc1_MG`; rows outside of the offsets are not written.
 
     Example: `fc1 = [nan, [0, 5], [8, 3]]`, `prob = [nan, 1, .5]` and `offsets = [1, 3]` give the
-    loose rows `[[0], [11.996]]` for a gated "silu", since silu(8) = 7.9973.
+    loose rows `[[0], [11.996]]` for a gated "silu", since silu(8) = 7.9973. Backward, `grad =
+    [[1]]`, `fc1 = [nan, [0, 5]]`, `prob = [nan, .5]` and `offsets = [1, 2]` give `[[0]]`, the
+    gradient `[0]` of `prob`, and `fc1 = [nan, [1.25, 0]]`: silu(0) = 0 and its slope there is 0.5.
     """
     width = fc1_MG.shape[1] // (2 if gated else 1)
     hidden_NF = fc1_MG.new_empty(segments.num_rows, width)
-    grid, constants = launch(fc1_MG, width, segments.num_experts)
+    grid, constants = launch(fc1_MG.device, fc1_MG.dtype, width, segments.num_experts)
     _activate_kernel[grid](
         grad_NF,
         fc1_MG,
@@ -105,32 +108,6 @@ def _load(fc1, bias, place, bias_place, valid, WIDE: tl.constexpr):
     if bias is not None:
         x += tl.load(bias + bias_place, mask=valid, other=0).to(WIDE)
     return x
-
-
-def activate_backward(
-    grad_NF: Tensor,
-    fc1_MG: Tensor,
-    bias_LG: Tensor | None,
-    prob_M: Tensor,
-    segments: Segments,
-    **activation: Any,
-) -> tuple[Tensor, Tensor]:
-    """Write the gradient of fc1's result over it; recompute the result of `activate`.
-
-    `grad_NF`, loose and contiguous, is the gradient of that result; the other arguments are those
-    of `activate`. The gradient of fc1's result equals that of its bias, before summing.
-
-    Returns:
-        Loose `hidden_NF`, the result of `activate`, and the loose gradient of `prob_M`, [N] in its
-        dtype; rows outside of the offsets are not written.
-
-    Example: `grad = [[1]]`, `fc1 = [nan, [0, 5]]`, `prob = [nan, .5]` and `offsets = [1, 2]` give
-    `[[0]]` and `[0]` for a gated "silu", and leave `fc1 = [nan, [1.25, 0]]`: silu(0) = 0 and its
-    slope there is 0.5.
-    """
-    grad_prob_N = prob_M.new_empty(segments.num_rows)
-    given, grads = (fc1_MG, bias_LG, prob_M, segments), (grad_NF, grad_prob_N)
-    return activate(*given, *grads, **activation), grad_prob_N
 
 
 @triton.jit

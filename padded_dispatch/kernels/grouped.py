@@ -8,6 +8,7 @@ shapes and offsets alone.
 O: width of a row.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -22,19 +23,22 @@ from padded_dispatch.kernels.gemm import multiprocessors
 _PROGRAMS = 32
 
 
-def launch(rows: Tensor, width: int, num_experts: int) -> tuple[tuple[int], dict[str, Any]]:
+@functools.cache
+def launch(
+    device: torch.device, dtype: torch.dtype, width: int, num_experts: int
+) -> tuple[tuple[int], dict[str, Any]]:
     """Return grid and constants of a kernel whose programs take blocks of rows in turn.
 
     A block of a program of four warps has `ROWS` rows and `BLOCK` of `width` columns; `WIDE` is the
     dtype that rows are computed in.
     """
-    device, block = rows.device, min(1024, triton.next_power_of_2(width))
+    block = min(1024, triton.next_power_of_2(width))
     constants = {
         "EXPERTS": triton.next_power_of_2(num_experts),
         "ROWS": max(1, min(128, 2048 // block)),
         "BLOCK": block,
         "BLOCKS": triton.cdiv(width, block),
-        "WIDE": tl.float64 if rows.dtype == torch.float64 else tl.float32,
+        "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
     }
     return (multiprocessors(device) * (_PROGRAMS if device.type == "cuda" else 1),), constants
 
@@ -128,7 +132,7 @@ def dot_rows(rows_NO: Tensor, vectors_LO: Tensor, segments: Segments) -> Tensor:
     width = rows_NO.shape[1]
     dtype = torch.promote_types(rows_NO.dtype, torch.float32)
     dots_N = rows_NO.new_empty(segments.num_rows, dtype=dtype)
-    grid, constants = launch(rows_NO, width, segments.num_experts)
+    grid, constants = launch(rows_NO.device, rows_NO.dtype, width, segments.num_experts)
     _dot_rows_kernel[grid](
         rows_NO,
         vectors_LO,

@@ -13,6 +13,8 @@ Letters: S sources of P slots, K choices of a token, D columns, L local experts,
 stored, row n of the store; `..._N`: loose, whose row 0 is the first row of the pass.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -59,11 +61,12 @@ def place_rows(
     7], [1, -1]]` and places `[[0, 0], [1, 0], [2, 0]]`: rows `[[5, 6], [-2, -1], [-2, -1]]`; a is
     written to rows 5 and 6, and zeros go home for b and c.
     """
-    return _spread(
+    row_SPK = torch.empty_like(expert_SPK)
+    spread_rows(
         rows_SPD,
         own_TD,
         own,
-        torch.empty_like(expert_SPK),
+        row_SPK,
         segments,
         homes_S,
         rows_MD,
@@ -74,6 +77,7 @@ def place_rows(
         prob_M=prob_M,
         home_M=home_M,
     )
+    return row_SPK
 
 
 def spread_rows(
@@ -83,27 +87,7 @@ def spread_rows(
     row_SPK: Tensor,
     segments: Segments,
     homes_S: Tensor | None,
-) -> Tensor:
-    """Write a row of every token into all its rows: loose [N, D].
-
-    The arguments are those of `place_rows`, and its result, `row_SPK`.
-
-    Example: rows a and b, `row = [[[6, 5]], [[-1, 7]]]` and offsets that begin at 5 give `[a, a,
-    b]`.
-    """
-    out_ND = rows_SPD.new_empty(segments.num_rows, rows_SPD.shape[2])
-    _spread(rows_SPD, own_TD, own, row_SPK, segments, homes_S, out_ND)
-    return out_ND
-
-
-def _spread(
-    rows_SPD: Tensor,
-    own_TD: Tensor | None,
-    own: int,
-    row_SPK: Tensor,
-    segments: Segments,
-    homes_S: Tensor | None,
-    out: Tensor,
+    rows_MD: Tensor | None = None,
     *,
     expert_SPK: Tensor | None = None,
     place_SPK: Tensor | None = None,
@@ -112,10 +96,18 @@ def _spread(
     prob_M: Tensor | None = None,
     home_M: Tensor | None = None,
 ) -> Tensor:
-    """Launch the kernel of both; with experts, `row_SPK` is written."""
+    """Write a row of every token into all its rows: loose [N, D].
+
+    The arguments are those of `place_rows`, and its result, `row_SPK`. `rows_MD` and the keywords
+    are for `place_rows`, which has them all; `row_SPK` is written then.
+
+    Example: rows a and b, `row = [[[6, 5]], [[-1, 7]]]` and offsets that begin at 5 give `[a, a,
+    b]`.
+    """
     num_sources, num_slots, width = rows_SPD.shape
     top_k, (block, warps) = row_SPK.shape[2], _columns(width)
     parts = triton.cdiv(width, block)
+    out = rows_SPD.new_empty(segments.num_rows, width) if rows_MD is None else rows_MD
     _spread_kernel[(num_sources * num_slots * parts,)](
         rows_SPD,
         own_TD,
@@ -140,7 +132,7 @@ def _spread(
         BLOCK=block,
         num_warps=warps,
     )
-    return row_SPK
+    return out
 
 
 @triton.jit
@@ -353,6 +345,7 @@ def _zero_padding_kernel(
             tl.store(probs + n, 0.0, mask=tl.program_id(1) == 0)
 
 
+@functools.cache
 def _columns(width: int) -> tuple[int, int]:
     """Return the columns of a program and its warps: the fewest idle lanes, at most 2048 columns.
 

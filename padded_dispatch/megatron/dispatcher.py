@@ -310,9 +310,8 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         if self._calls is None:
             weight = self.experts.linear_fc1.weight
             key = *weight.shape[1:], weight.dtype, self.ep_group
-            self._calls = join(
-                self.config, number, lambda: self.configs.training, self._pipeline, *key
-            )
+            training = partial(getattr, self.configs, "training")
+            self._calls = join(self.config, number, training, self._pipeline, *key)
             self.store = self._calls.store
 
     def dispatch_postprocess(

@@ -28,8 +28,9 @@ def test_activate_example():
 def test_activate_backward_example():
     segments, nan = segments_of([1], base=1), torch.nan
     fc1_MG = here([[nan, nan], [0.0, 5.0]])
-    given = here([[1.0]]), fc1_MG, None, here([nan, 0.5]), segments
-    hidden_NF, grad_prob_N = activation.activate_backward(*given, **SWIGLU)
+    grad_prob_N = here([nan])
+    given = fc1_MG, None, here([nan, 0.5]), segments, here([[1.0]]), grad_prob_N
+    hidden_NF = activation.activate(*given, **SWIGLU)
     assert (hidden_NF[:1].tolist(), grad_prob_N[:1].tolist()) == ([[0.0]], [0.0])
     assert fc1_MG[0].isnan().all() and fc1_MG[1].tolist() == [1.25, 0.0]
 
@@ -93,7 +94,8 @@ def test_activations_are_as_exact_as_torch(counts, width, base, num_sources, sha
     inputs = *inputs, segments
     hidden_NF = activation.activate(*inputs, **vars(how))
     grad_NF = operand(grad_nF, segments, False)
-    again_NF, grad_prob_N = activation.activate_backward(grad_NF, *inputs, **vars(how))
+    grad_prob_N = torch.full_like(grad_NF[:, 0], torch.nan)
+    again_NF = activation.activate(*inputs, grad_NF, grad_prob_N, **vars(how))
     found = [
         real(hidden_NF, segments, False),
         real(fc1_MG, segments, True),
