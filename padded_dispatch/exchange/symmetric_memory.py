@@ -20,10 +20,12 @@ source, D hidden size.
 
 import ctypes
 import logging
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -226,10 +228,10 @@ def _require_room(
         )
     if dist.get_rank() == 0:
         _log.info(
-            "direct exchange: %.2f GiB on each of %d ranks, shared by all layers, for %s",
+            "direct exchange: %.2f GiB on each of %d ranks, shared by all layers, for %d tokens",
             num_bytes / 2**30,
             group.size(),
-            shape,
+            shape.num_slots,
         )
 
 
@@ -257,7 +259,7 @@ def check_group(group: dist.ProcessGroup | None, *, over_nvlink: bool) -> dist.P
         obstacles = ["an expert-parallel group of one rank"]
     else:
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        gpus = gather_objects(group, (socket.gethostname(), str(device.uuid)))
+        gpus = gather_objects(group, (_host(), str(device.uuid)))
         obstacles = gather_objects(group, _obstacle(gpus, over_nvlink=over_nvlink))
         if not any(obstacles):
             obstacles = gather_objects(group, _trial(group))
@@ -269,6 +271,15 @@ def check_group(group: dist.ProcessGroup | None, *, over_nvlink: bool) -> dist.P
             )
     assert group is not None
     return group
+
+
+def _host() -> str:
+    """Return a name that two processes share if they can send each other file descriptors by PID.
+
+    Two nodes may have one name, and two containers of one node may have it, too.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return f"{socket.gethostname()} ({boot}, {os.readlink('/proc/self/ns/pid')})"
 
 
 def _obstacle(gpus: list[tuple[str, str]], *, over_nvlink: bool) -> str:

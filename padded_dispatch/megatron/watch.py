@@ -1,12 +1,14 @@
 """Say what steps drop, in a training loop that has no `Telemetry`.
 
 Guards of layers show each pass to `see_pass`, so a loop needs no line for it. A step ends where the
-first layer has had all micro-batches. Then the counters are read, in each of the first ten steps
-and in each tenth one later, and summed over the ranks that have these layers, in their own groups:
-all of them are there at that time, and no other rank is needed. The copy is looked at once it has
-arrived, in a later pass: nothing waits for it. What the last steps drop is not said.
+first layer's input gets its last gradient; if it gets none, or one CUDA graph is the whole step,
+where the next step begins. Then the counters are read, and summed over the ranks that have these
+layers, in their own groups: all of them are there at that time, and no other rank is needed. The
+copy is looked at once it has arrived, in a later pass or at the end of the process: nothing waits
+for it.
 """
 
+import atexit
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,8 +21,6 @@ from padded_dispatch.megatron.compat import captures_iteration, capturing, numbe
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.telemetry import Copy, LayerShape, Reader, Warnings
 from padded_dispatch.utils.phases import in_backward
-
-_EACH = 10  # steps that are read each, and between two reads later
 
 
 class Watch:
@@ -39,6 +39,9 @@ class Watch:
         self._pending: deque[Copy] = deque()
         self._warnings = Warnings()
 
+    def __del__(self) -> None:
+        self.say()
+
     def takes(self, layer: Any) -> bool:
         """Return whether a layer may join: of the same config and groups, in the first step."""
         first, ep_group = self.layers[0], layer.token_dispatcher.ep_group
@@ -50,14 +53,21 @@ class Watch:
         if self._input() is hidden_states or capturing() or _unseen:
             return
         self._input = weakref.ref(hidden_states)
+        self._end_step_of_passes()
+        self._left = (self._left or _num_microbatches()) - 1
+        if self._left == 0 and hidden_states.requires_grad:
+            hidden_states.register_hook(lambda _: self._end_step_of_passes())
+        self.say()
+
+    def _end_step_of_passes(self) -> None:
+        """End the step, if it has had all its passes and did not end before."""
         if self._left == 0:
             self.end_step()
-        self._left = (self._left or _num_microbatches()) - 1
-        self._say()
 
     def end_step(self) -> None:
         """Start a read of what the step dropped, unless a loop follows `on_overflow` itself."""
         self.steps += 1
+        self._left = None
         dispatcher = self.layers[0].token_dispatcher
         follows = padded_options(self.layers[0].config).on_overflow != "warn"
         if follows or dispatcher.configs.controlled:
@@ -73,11 +83,10 @@ class Watch:
                 dispatcher.counters.totals.device,
                 self.steps - 1,
             )
-        if self.steps <= _EACH or self.steps % _EACH == 0:
-            self._pending.append(self._reader.start(self.steps))
-            self._say()
+        self._pending.append(self._reader.start(self.steps))
+        self.say()
 
-    def _say(self) -> None:
+    def say(self) -> None:
         """Log what the readings that have arrived say."""
         while self._pending:
             arrived = self._pending[0].arrived
@@ -117,6 +126,12 @@ def see_iteration() -> None:
     for watch in list(_watches):
         if captures_iteration(watch.layers[0].config):
             watch.end_step()
+
+
+@atexit.register
+def _say_last() -> None:
+    for watch in list(_watches):
+        watch.say()
 
 
 @contextmanager

@@ -124,6 +124,31 @@ def test_two_hosts_are_refused(machine, rendezvous):
     rendezvous.assert_not_called()
 
 
+@pytest.mark.parametrize("differs", ["boot", "namespace"])
+def test_one_name_is_not_one_host(monkeypatch, differs):
+    """Nodes, and containers on one, may share a name; processes of one container are together."""
+    code = "from padded_dispatch.exchange.symmetric_memory import _host; print(_host())"
+    here = symmetric_memory._host()
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{here}\n"
+    if differs == "boot":
+        monkeypatch.setattr(symmetric_memory.Path, "read_text", lambda path: "another")
+    else:
+        monkeypatch.setattr(os, "readlink", lambda path: "pid:[7]")
+    assert symmetric_memory._host() != here
+
+
+def test_the_log_has_the_size_in_words(monkeypatch, machine, caplog):
+    monkeypatch.setattr(symmetric_memory, "gather_objects", lambda group, value: [value])
+    monkeypatch.setattr(symmetric_memory, "_free_bytes", lambda device: 2**40)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    sizes: Any = {"num_slots": 16, "top_k": 2, "num_local_experts": 1, "width": 8}
+    shape = symmetric_memory.Shape(**sizes, dtype=torch.bfloat16)
+    with caplog.at_level("INFO", "padded_dispatch"):
+        symmetric_memory._require_room(group_of(), shape, 2**29, CPU)
+    line = "0.50 GiB on each of 2 ranks, shared by all layers, for 16 tokens"
+    assert caplog.messages == [f"direct exchange: {line}"]
+
+
 def test_a_gpu_out_of_reach_is_refused(machine):
     machine.reached = {0}
     assert obstacle(over_nvlink=False).startswith("GPU 0, which cannot access GPU 1;")

@@ -59,6 +59,7 @@ def test_steps_are_repeated_and_retries_shown(loop):
         assert writer.scalars["moe/retried_steps"] == [(8, 1.0), (9, 2.0)]
     ((number, line),) = loop.lines
     assert (number, line["moe/retried_steps"]) == (8, 2.0)
+    assert line["moe/dropped"] > 0
     assert [getattr(loop, name) for name in NAMES] == stock
 
 

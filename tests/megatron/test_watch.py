@@ -1,5 +1,6 @@
 """Drops are said in a training loop that has no `Telemetry`, and the loop waits for nothing."""
 
+import gc
 import logging
 from typing import Any
 from unittest.mock import patch
@@ -7,6 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from padded_dispatch.megatron import Telemetry, watch
+from padded_dispatch.megatron.retry import dropping_nothing
 from padded_dispatch.megatron.telemetry import Reader, overflow_words
 from tests.support.training import Model, Training, with_changes, world
 
@@ -18,16 +20,17 @@ def said(caplog: Any) -> list[str]:
 
 
 def test_the_1st_2nd_4th_step_that_drops_is_said_with_its_number(alone, caplog):
+    """The first of them is the 13th step, and the fourth the last one."""
     with world(HALF), caplog.at_level(logging.WARNING, "padded_dispatch"):
         training = Training(HALF)
-        for number in range(6):
-            training.step(number)
-            if number == 0:
-                assert said(caplog) == []  # The step after it says so.
+        for number in range(16):
+            drops = number >= 12
+            with dropping_nothing([] if drops else [layer for _, layer in training.moe]):
+                training.step(number)
+            assert bool(said(caplog)) == drops
     words = said(caplog)
-    # The sixth has not ended, as no seventh began.
     assert [text.rpartition("(")[2] for text in words] == [f"warning {n})" for n in (1, 2, 4)]
-    for step, text in zip((1, 2, 4), words, strict=True):
+    for step, text in zip((13, 14, 16), words, strict=True):
         assert f"found no room at step {step} (" in text
         assert "; moe_expert_capacity_factor=" in text and "would have held all layers" in text
 
@@ -42,9 +45,9 @@ def test_what_is_said_is_what_telemetry_reads(alone, caplog):
             return start(reader, step)
 
         with patch.object(Reader, "start", noted):
-            for number in range(21):
+            for number in range(3):
                 training.passes(number=number)
-        assert read == [*range(1, 11), 20]
+        assert read == [1, 2, 3]
         first = said(caplog)[0]
         caplog.clear()
         twin = Training(HALF)
@@ -97,10 +100,12 @@ def test_replays_recompute_and_evaluation_are_no_steps(alone, caplog, changes):
             training.step(number)
         training.end()
         steps = training.moe[0][1].token_dispatcher.watch.steps
-    assert steps == 3 and len(said(caplog)) == 2
+    assert steps == 4 and len(said(caplog)) == 3
 
 
-def test_a_reading_waits_for_its_copy_and_the_loop_does_not(alone, caplog):
+@pytest.mark.parametrize("end", ["the process", "the model"])
+def test_a_reading_waits_for_its_copy_and_the_loop_does_not(alone, caplog, end):
+    """The last one is looked at where the process or the model ends."""
     with world(HALF), caplog.at_level(logging.WARNING, "padded_dispatch"):
         training, arrived = Training(HALF), [False]
         start = Reader.start
@@ -122,7 +127,11 @@ def test_a_reading_waits_for_its_copy_and_the_loop_does_not(alone, caplog):
                 training.step(number)
             assert said(caplog) == []
             arrived[0] = True
-            training.step(4)
+            if end == "the model":
+                del training
+                gc.collect()
+            else:
+                watch._say_last()
     assert [text.rpartition("(")[2] for text in said(caplog)] == [
         f"warning {n})" for n in (1, 2, 4)
     ]
