@@ -2,10 +2,10 @@
 
 Two ways in. `install()` makes `moe_token_dispatcher_type="padded_alltoall"` work everywhere.
 `padded_spec(spec)` puts `PaddedMoELayer` into a layer spec and patches nothing, except that a
-config with CUDA graphs installs the guard of replays.
+config with CUDA graphs, or with the combined schedule, installs its guard.
 
-All names below are imported when one of them is first used, and with them Megatron. Command lines
-read `padded_dispatch.megatron.options` alone, which takes neither Megatron nor torch.
+A name below is imported when it is first used, and with it Megatron. Command lines read
+`padded_dispatch.megatron.options` alone, which takes neither Megatron nor torch.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from padded_dispatch.megatron.cpu import megatron_on_cpu
-    from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
+    from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
     from padded_dispatch.megatron.installer import install, uninstall
     from padded_dispatch.megatron.layer import PaddedMoELayer, padded_spec
     from padded_dispatch.megatron.options import PaddedOptions
@@ -35,8 +35,8 @@ __all__ = [
 
 # The module of each name.
 _HOMES = {
-    "IterationGraph": "graphs",
-    "LayerGraphs": "graphs",
+    "IterationGraph": "graphs.capture",
+    "LayerGraphs": "graphs.capture",
     "PaddedMoELayer": "layer",
     "PaddedOptions": "options",
     "Retry": "retry",
@@ -51,9 +51,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for known, home in _HOMES.items():
-        globals()[known] = getattr(importlib.import_module(f"{__name__}.{home}"), known)
-    return globals()[name]
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value  # The next look-up finds it without this function.
+    return value
 
 
 def __dir__() -> list[str]:

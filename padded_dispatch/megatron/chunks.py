@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig
@@ -107,6 +106,8 @@ def _place(config: Any, number: int, pipeline: Any) -> tuple[int, int]:
     # Multi-token prediction follows the last layer.
     if config.pipeline_model_parallel_size == 1 or number > config.num_layers:
         return (virtual or 1) - 1, number - 1
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
     rank = pipeline.rank() if pipeline else parallel_state.get_pipeline_model_parallel_rank()
     numbers = range(virtual) if virtual else [None]
     offsets = [get_transformer_layer_offset(config, stage, rank) for stage in numbers]

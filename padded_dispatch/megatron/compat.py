@@ -1,13 +1,9 @@
 """Differences between Megatron-Core 0.16.1, 0.19 and 0.20, and nothing else."""
 
+import pkgutil
 from typing import Any
 
 import torch
-from megatron.core import full_cuda_graph
-from megatron.core.fusions import fused_bias_swiglu
-from megatron.core.transformer import multi_token_prediction
-from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
-from megatron.core.transformer.experimental_attention_variant import dsa
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -16,8 +12,16 @@ from padded_dispatch.utils.phases import is_capturing
 
 _FIELDS = TransformerConfig.__dataclass_fields__
 _IS_18 = "cuda_graph_modules" in _FIELDS
-_INDEXER_LOSSES = dsa.DSAIndexerLossLoggingHelper
 _IS_19 = "activation_offload_fraction" in _FIELDS
+
+
+def found(name: str) -> Any:
+    """Return what Megatron-Core has under a name, such as `utils.get_model_config`, else None."""
+    try:
+        return pkgutil.resolve_name(f"megatron.core.{name}")
+    except (ImportError, AttributeError):
+        return None
+
 
 # True if layers of multi-token prediction get the padding mask.
 MTP_HAS_MASKS = _IS_18
@@ -26,12 +30,25 @@ MTP_HAS_MASKS = _IS_18
 FREES_GRAPH_INPUTS = not _IS_18
 
 # True if fused SwiGLU applies `activation_func_clamp_value`.
-FUSED_SWIGLU_CLAMPS = hasattr(fused_bias_swiglu, "clamped_swiglu")
+FUSED_SWIGLU_CLAMPS = found("fusions.fused_bias_swiglu.clamped_swiglu") is not None
 
 # True if `local` graphs add gradients to `main_grad` themselves, but for those of parameters that
 # say `grad_added_to_main_grad`. Before, they restore that flag at a replay only where the config
 # has `gradient_accumulation_fusion`.
 LOCAL_GRAPHS_ADD_GRADIENTS = _IS_19
+
+# Whether Megatron captures, or warms up for it. Graphs are refused where one is missing.
+_ASKS = [
+    asks
+    for name in ("is_graph_capturing", "is_graph_warmup")
+    if (asks := found(f"transformer.cuda_graphs.{name}")) is not None
+]
+
+# Beside the metrics of MoE layers, what is logged: each has a dict of tensors.
+_LOGGED = (
+    "transformer.multi_token_prediction.MTPLossLoggingHelper",
+    "transformer.experimental_attention_variant.dsa.DSAIndexerLossLoggingHelper",
+)
 
 
 def layer_graphs(*scopes: str) -> dict[str, Any]:
@@ -105,7 +122,7 @@ def capturing() -> bool:
 
     The passes with which Megatron warms up for a capture count, too.
     """
-    return is_capturing() or is_graph_capturing() or is_graph_warmup()
+    return is_capturing() or any(asks() for asks in _ASKS)
 
 
 def captures_iteration(config: Any) -> bool:
@@ -122,8 +139,8 @@ def training_stream() -> torch.cuda.Stream:
     From 0.18 on `FullCudaGraphWrapper` captures on a stream that it creates. Work on another stream
     would join that capture, but memory that crosses streams is not reused within a graph.
     """
-    shared = getattr(full_cuda_graph, "get_shared_capture_stream", torch.cuda.Stream)
-    return shared()
+    shared = found("full_cuda_graph.get_shared_capture_stream")
+    return torch.cuda.Stream() if shared is None else shared()
 
 
 def clear_moe_metrics() -> None:
@@ -144,14 +161,14 @@ def logged_tensors() -> dict[str, Tensor]:
     tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)  # New in 0.18.
     if tracker is None:
         metrics = moe_utils.get_moe_layer_wise_logging_tracker()
-        found = {f"moe {name}": entry["values"] for name, entry in metrics.items()}
+        logged = {f"moe {name}": entry["values"] for name, entry in metrics.items()}
     else:
-        found = {f"moe {name}": entry.values for name, entry in tracker().metrics.items()}
-    for helper in (multi_token_prediction.MTPLossLoggingHelper, _INDEXER_LOSSES):
-        for name, value in getattr(helper, "tracker", {}).items():
+        logged = {f"moe {name}": entry.values for name, entry in tracker().metrics.items()}
+    for helper in _LOGGED:
+        for name, value in getattr(found(helper), "tracker", {}).items():
             if isinstance(value, Tensor):
-                found[f"{helper.__name__} {name}"] = value
-    return found
+                logged[f"{helper} {name}"] = value
+    return logged
 
 
 def put_logged_back(kept: dict[str, Tensor]) -> None:

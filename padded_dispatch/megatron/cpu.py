@@ -23,10 +23,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random
-from megatron.core.transformer import multi_token_prediction, transformer_block
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch.overrides import TorchFunctionMode
 
 from padded_dispatch.config import require
@@ -122,6 +118,11 @@ def megatron_on_cpu() -> Iterator[None]:
 
     Enter the block before `parallel_state` and the model are built; leave it after their last use.
     """
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_token_prediction, transformer_block
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
     replacements = (
         (torch.cuda, "current_device", lambda: _CPU),
         (torch.cuda, "synchronize", lambda device=None: None),

@@ -33,8 +33,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import activations
-from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
@@ -45,6 +43,7 @@ from padded_dispatch.megatron.compat import (
     FUSED_SWIGLU_CLAMPS,
     LOCAL_GRAPHS_ADD_GRADIENTS,
     delays_weight_gradients,
+    found,
 )
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import ConfigField, given
@@ -277,8 +276,8 @@ class StackedExperts(MegatronModule):
 _FUNCTIONS: dict[Function, tuple[Any, ...]] = {
     "silu": (F.silu,),
     "gelu": (F.gelu,),
-    "quick_gelu": (fused_bias_geglu.quick_gelu, activations.quick_gelu),
-    "squared_relu": (activations.squared_relu,),
+    "quick_gelu": (found("fusions.fused_bias_geglu.quick_gelu"), found("activations.quick_gelu")),
+    "squared_relu": (found("activations.squared_relu"),),
 }
 
 

@@ -18,10 +18,10 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.bridge import explain_adapters, show_single_experts
+from padded_dispatch.megatron import watch
+from padded_dispatch.megatron.bridge import show_single_experts
 from padded_dispatch.megatron.config import (
     check_config,
     check_experts,
@@ -79,13 +79,13 @@ def build(
     check_device()
     take_over(config)
     check_config(config)
+    guard.install(config)
     pg_collection = pg_collection or get_default_pg_collection()
     with dispatcher_type(config, "allgather"), _without_op_fuser(config):
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
     if chosen_experts(config).packed:
         show_single_experts()
-        explain_adapters()
         layer.experts = StackedExperts(config, layer.experts, pg_collection)
         torch.cuda.empty_cache()  # Free the blocks of single weights, which are too small to reuse.
     # The spec's own experts get no NVTX range: Megatron's local CUDA graphs refuse modules with
@@ -98,6 +98,8 @@ def build(
     dispatcher.experts = layer.experts
     layer.token_dispatcher = dispatcher
     select_after_counting(layer.router, dispatcher.selector)
+    if config.cuda_graph_impl == "none":  # Else the guard sees replays, too.
+        layer.router.selector.passed.append(functools.partial(watch.see_pass, layer))
 
 
 class _EqualsMoELayer(type(MoELayer)):
@@ -119,13 +121,11 @@ class _EqualsMoELayer(type(MoELayer)):
 class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
     """`MoELayer` with static shapes, for use without `install()`. Same arguments, same state dict.
 
-    It patches Megatron only if the config asks for CUDA graphs or the combined schedule:
+    It patches nothing, unless the config asks for CUDA graphs or the combined schedule:
     `guard.install` then adds checks before each replay, and hands on padding masks.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        if config.cuda_graph_impl != "none" or config.overlap_moe_expert_parallel_comm:
-            guard.install()
         config.has_padded_layers = True  # See `is_ours`.
         build(super().__init__.__func__, self, config, *args, **kwargs)
 
@@ -157,8 +157,8 @@ def _replace(spec: Any) -> tuple[Any, int]:
         if getattr(spec, name, None) is not None:
             inner, num_replaced = _replace(getattr(spec, name))
             return _with(spec, name, inner), num_replaced
-    if isinstance(spec, TransformerBlockSubmodules) and spec.layer_specs is not None:
-        layers = [_replace(layer) for layer in spec.layer_specs]
+    if (specs := getattr(spec, "layer_specs", None)) is not None:  # of a block of layers
+        layers = [_replace(layer) for layer in specs]
         padded = _with(spec, "layer_specs", [layer for layer, _ in layers])
         return padded, sum(num_replaced for _, num_replaced in layers)
     return spec, 0

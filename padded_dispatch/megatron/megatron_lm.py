@@ -1,14 +1,11 @@
 """Retry, telemetry and traces in Megatron-LM's own training loop, without a line of code.
 
-Three functions of `megatron.training.training` are wrapped, and their arguments read by name:
+Two functions of `megatron.training.training` are wrapped, and their arguments read by name:
 
-- `train`, the loop: a run starts before layers are captured, and ends after the last step.
 - `train_step`, a step, which is given the forward-backward function, be it Megatron's schedule or a
   graph of it: with `on_overflow="retry"` it gets a `Retry` instead. The step is counted afterwards.
-- `training_log`, which logs a step: figures go where Megatron's own do.
-
-A script that calls `train_step` in a loop of its own has all of it as well; there the run starts
-with the first step, and its last reading is not shown.
+- `training_log`, which logs a step: figures go where Megatron's own do. The run ends with the last
+  one, that of `args.train_iters`.
 
 `Telemetry` reads what was dropped, in the first step and then once for each `--log-interval`.
 Where Megatron prints a line the host waits for the device, so the reading is taken there, and its
@@ -21,7 +18,9 @@ machine). It zeroes gradients and rewinds the data before each attempt, so each 
 
 import functools
 import inspect
+import logging
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,10 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.config import is_ours, padded_options
-from padded_dispatch.megatron.retry import Retry
+from padded_dispatch.megatron.config import is_ours, log_once, padded_options
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
 from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder
-from padded_dispatch.utils.patches import Patches
+from padded_dispatch.utils.patches import PATCHED
 
 _MODULE = "megatron.training.training"
 
@@ -64,7 +62,9 @@ class _Run:
         self._step = step
         self._telemetry = Telemetry(chunks, every=args.log_interval, step=step)
         self._recorder = self._record(config, step)
-        self._retry: Retry | None = None
+        if self._recorder is not None:  # Also after an error, and where the process ends.
+            weakref.finalize(self, self._recorder.close)
+        self._retry: Any = None
         self._num_retried = 0
         self._line: dict[str, float] = {}
 
@@ -72,6 +72,8 @@ class _Run:
         """Return the function for the passes of the next step."""
         if self._options.on_overflow != "retry":
             return forward_backward_func
+        from padded_dispatch.megatron.retry import Retry
+
         if self._retry is None or self._retry.forward_backward_func is not forward_backward_func:
             self._retry = Retry(forward_backward_func, self.chunks)
             self._num_retried = 0
@@ -117,12 +119,6 @@ class _Run:
         if writer := self._training.get_tensorboard_writer():
             writer.flush()
 
-    def close(self) -> None:
-        """Close what is open, also after an error; no other rank is needed."""
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
-
     def _show(self, snapshots: Snapshots | None) -> None:
         if snapshots is None:
             return
@@ -159,21 +155,19 @@ class _Run:
         )
 
 
-def follow_training(patches: Patches) -> None:
-    """Follow Megatron-LM's training loop; do nothing if it is not imported, or followed already.
-
-    Args:
-        patches: gets the replaced functions.
-    """
+def follow_training() -> None:
+    """Follow Megatron-LM's training loop; do nothing if it is not imported, or followed already."""
     training: Any = sys.modules.get(_MODULE)
-    if training is None or not hasattr(training, "train_step"):
+    if training is None or getattr(training.__spec__, "_initializing", False):
         return  # Not imported, or about to be.
-    if isinstance(vars(training.train_step).get("followed_by"), _Loop):
-        return
     loop = _Loop(training)
-    for name in ("train", "train_step", "training_log"):
+    for name in ("train_step", "training_log"):
         if hasattr(training, name):
-            patches.set(training, name, loop.wrapped(getattr(training, name), getattr(loop, name)))
+            wrapped = functools.partial(loop.wrapped, instead=getattr(loop, name))
+            PATCHED.wrap(training, name, wrapped)
+        else:
+            lost = "no figures, retries or traces in Megatron-LM's loop, "
+            log_once(f"{lost}because it has no {_MODULE}.{name}", logging.WARNING)
 
 
 class _Loop:
@@ -203,21 +197,7 @@ class _Loop:
 
             return instead(call, bound.arguments)
 
-        vars(followed)["followed_by"] = self
         return followed
-
-    def train(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
-        """Train a model from where it is to the last step."""
-        run = self._run_of(given["model"], self._training.get_args().iteration)
-        if run is None:
-            return call()
-        try:
-            result = call()
-            run.finish()
-        finally:
-            run.close()
-            self._run = None
-        return result
 
     def train_step(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
         """Run one step."""
@@ -234,13 +214,17 @@ class _Loop:
 
     def training_log(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
         """Log one step."""
-        if self._run is not None:
-            self._run.before_log(
+        run, step = self._run, given["iteration"]
+        if run is not None:
+            run.before_log(
                 given["total_loss_dict"],
-                given["iteration"],
+                step,
                 skipped=bool(given.get("skipped_iter")),
                 first=bool(given.get("is_first_iteration")),
             )
+            if step >= self._training.get_args().train_iters:
+                run.finish()
+                self._run = None
         return call()
 
     def _run_of(self, chunks: list[Any], steps_done: int) -> _Run | None:
@@ -249,8 +233,6 @@ class _Loop:
         A dense model may have our word in its config.
         """
         if self._run is None or self._run.chunks is not chunks:
-            if self._run is not None:
-                self._run.close()
             config: Any = get_model_config(chunks[0])
             ours = is_ours(config) and config.num_moe_experts is not None
             self._run = _Run(self._training, chunks, step=steps_done) if ours else None
@@ -298,7 +280,7 @@ def record_routing(
         "trace",
         str(folder),
         "start before layers are captured, because a graph holds what is recorded",
-        "start it earlier",
+        "set cuda_graph_warmup_steps to 1 or more",
     )
     buffers = {}
     for number, layer in layers.items():

@@ -39,14 +39,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from padded_dispatch.config import FIT, require
 from padded_dispatch.kernels import SCALARS
-from padded_dispatch.megatron.compat import graph_scopes, logged_tensors, put_logged_back
+from padded_dispatch.megatron.compat import found, graph_scopes, logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import counting_tensors, is_padded
 from padded_dispatch.megatron.telemetry import counts_kept
@@ -309,7 +308,8 @@ def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
         forward_backward_func: an `IterationGraph`, Megatron's FullCudaGraphWrapper, or a function
             without a graph, which is returned.
     """
-    if not isinstance(forward_backward_func, FullCudaGraphWrapper):
+    wrappers = found("full_cuda_graph.FullCudaGraphWrapper") or ()
+    if not isinstance(forward_backward_func, wrappers):
         return getattr(forward_backward_func, "run_eagerly", forward_backward_func)
     wrapper: Any = forward_backward_func
 

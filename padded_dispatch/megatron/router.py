@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -49,12 +48,14 @@ class Selector:
         configs: configs of the layer.
         agreement: over its groups.
         numbered: called with the layer's number in the model, once it is known.
+        passed: called with the input of each training pass, before it runs.
         observers, eval_observers: see above.
     """
 
     configs: LayerConfigs
     agreement: Agreement
     numbered: Callable[[int], None]
+    passed: list[Callable[[Tensor], None]] = field(default_factory=list)
     observers: list[RoutingObserver] = field(default_factory=list)
     eval_observers: list[RoutingObserver] = field(default_factory=list)
 
@@ -117,6 +118,8 @@ class SelectAfterCounting(TopKRouter):
         )
         if self.training:
             self.selector.configs.check_controlled()
+            for called in self.selector.passed:
+                called(input)
         num_tokens = tokens_TD.shape[0]
         require(
             padding_mask is None or padding_mask.numel() == num_tokens,
@@ -154,6 +157,8 @@ class SelectAfterCounting(TopKRouter):
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
         if self.bias is None or self.bias.dtype == dtype:
             return super().gating(input)
+        from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
         return router_gating_linear(input, self.weight, self.bias.to(dtype), dtype)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:

@@ -169,11 +169,15 @@ def check_packed(layer: Any, packed_seq_params: Any) -> None:
     )
 
 
-def adapted(build: Callable[..., None]) -> Callable[..., None]:
+def adapted(guarded: Callable[..., Any], build: Callable[..., None]) -> Callable[..., None]:
     """Wrap `TransformerLayerSchedulePlan._build_callable_nodes` to adapt padded layers.
 
     While the piece with the router of a padded layer runs, `MoELayer.route` has the mask of the
     model's chunk, and so has the replay of a layer whose router is in a CUDA graph.
+
+    Args:
+        guarded: calls a replay; gets the layer, the replay and its arguments.
+        build: the method.
     """
 
     @functools.wraps(build)
@@ -185,7 +189,7 @@ def adapted(build: Callable[..., None]) -> Callable[..., None]:
         if layer is plan.layer or MTP_HAS_MASKS:
             # The piece that ends with the dispatcher's first stage; `attn` until 0.18.
             first = getattr(plan, "attn", None) or plan.pre_dispatch_computation
-            first.submodule = functools.partial(_run_with_mask, layer, first.submodule)
+            first.submodule = partial(_run_with_mask, guarded, layer, first.submodule)
         for name in layer.mlp.token_dispatcher.kept_inputs:
             getattr(plan, name).free_input = False
 
@@ -200,7 +204,9 @@ def _transformer_layer(layer: Any) -> Any:
     return layer
 
 
-def _run_with_mask(layer: Any, run: Callable[..., Any], node: Any, *args: Any) -> Any:
+def _run_with_mask(
+    guarded: Callable[..., Any], layer: Any, run: Callable[..., Any], node: Any, *args: Any
+) -> Any:
     moe, route = layer.mlp, layer.mlp.route
 
     # The mask is read here: a layer of multi-token prediction has moved it on by one token by now.
@@ -213,11 +219,11 @@ def _run_with_mask(layer: Any, run: Callable[..., Any], node: Any, *args: Any) -
         return route(hidden_states, padding_mask=mask_BS.transpose(0, 1).bool())
 
     def replay_with_mask(**kwargs: Any) -> Any:
-        return replay(**kwargs, padding_mask=node.chunk_state.padding_mask)
+        return guarded(layer, replay, **kwargs, padding_mask=node.chunk_state.padding_mask)
 
     check_packed(layer, node.chunk_state.packed_seq_params)
-    if moe.training:
-        see_pass(layer, args[0])
+    if moe.training and layer.config.cuda_graph_impl != "none":
+        see_pass(moe, args[0])
     with Patches() as patches:
         patches.set(moe, "route", route_with_mask)
         if getattr(layer, "cuda_graphs", None):

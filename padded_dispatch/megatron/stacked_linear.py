@@ -33,8 +33,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 
 from padded_dispatch.experts import Delayed
@@ -210,6 +208,8 @@ class StackedLinear(nn.Module):
             layout: where this rank's experts lie.
             num_parts: 2 if gate and up have separate shards, else 1.
         """
+        from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+
         found: dict[str, Any] = {
             kind: self._factory(f"{name}.{kind}", parameter, layout, num_parts)
             for kind, parameter in self.named_parameters()
@@ -226,7 +226,9 @@ class StackedLinear(nn.Module):
 
     def _factory(
         self, name: str, parameter: nn.Parameter, layout: ShardedLayout, num_parts: int
-    ) -> ShardedTensorFactory:
+    ) -> Any:
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
         axis = self.partition_dim if parameter.dim() == 3 else 0  # A bias has one only.
         shape = self.num_experts, -1, *parameter.shape[2:]
         split, num_splits = layout.split

@@ -1,11 +1,11 @@
 """Say what steps drop, in a training loop that has no `Telemetry`.
 
-Guards of layers show each pass to `see_pass`, so a loop needs no line for it. A step ends where the
-first layer's input gets its last gradient; if it gets none, or one CUDA graph is the whole step,
-where the next step begins. Then the counters are read, and summed over the ranks that have these
-layers, in their own groups: all of them are there at that time, and no other rank is needed. The
-copy is looked at once it has arrived, in a later pass or at the end of the process: nothing waits
-for it.
+Routers, or guards of graphs, show each pass to `see_pass`, so a loop needs no line for it. A step
+ends where the first layer's input gets its last gradient; if it gets none, or one CUDA graph is the
+whole step, where the next step begins. Then the counters are read, and summed over the ranks that
+have these layers, in their own groups: all of them are there at that time, and no other rank is
+needed. The copy is looked at once it has arrived, in a later pass or at the end of the process:
+nothing waits for it.
 """
 
 import atexit
@@ -34,6 +34,7 @@ class Watch:
         self.layers = [first]
         self.steps = 0
         self._left: int | None = None
+        self._again = 0
         self._input: Callable[[], Any] = lambda: None
         self._reader: Reader | None = None
         self._pending: deque[Copy] = deque()
@@ -54,10 +55,20 @@ class Watch:
             return
         self._input = weakref.ref(hidden_states)
         self._end_step_of_passes()
-        self._left = (self._left or _num_microbatches()) - 1
-        if self._left == 0 and hidden_states.requires_grad:
-            hidden_states.register_hook(lambda _: self._end_step_of_passes())
+        self._left = (self._left or _num_passes(self.layers[0].config)) - 1
+        if self._left == 0:
+            self._end_behind(hidden_states)
         self.say()
+
+    def see_again(self, hidden_states: Any) -> None:
+        """Count a pass of the first layer that backward runs again, with gradients now."""
+        self._again += 1
+        if self._left == 0 and self._again == _num_passes(self.layers[0].config):
+            self._end_behind(hidden_states)
+
+    def _end_behind(self, hidden_states: Any) -> None:
+        if hidden_states.requires_grad:
+            hidden_states.register_hook(lambda _: self._end_step_of_passes())
 
     def _end_step_of_passes(self) -> None:
         """End the step, if it has had all its passes and did not end before."""
@@ -67,7 +78,7 @@ class Watch:
     def end_step(self) -> None:
         """Start a read of what the step dropped, unless a loop follows `on_overflow` itself."""
         self.steps += 1
-        self._left = None
+        self._left, self._again = None, 0
         dispatcher = self.layers[0].token_dispatcher
         follows = padded_options(self.layers[0].config).on_overflow != "warn"
         if follows or dispatcher.configs.controlled:
@@ -103,9 +114,8 @@ _last: list[weakref.ref[Watch]] = []  # Where the next layer may join.
 _unseen: list[None] = []  # Not empty while passes do not count.
 
 
-def see_pass(layer: Any, hidden_states: Any) -> None:
-    """Let a `Watch` see a pass of a transformer layer, eager or replayed, before it runs."""
-    moe = layer.mlp
+def see_pass(moe: Any, hidden_states: Any) -> None:
+    """Let a `Watch` see a pass of a MoE layer, eager or replayed, before it runs."""
     watch: Watch | None = vars(moe.token_dispatcher).get("watch")
     if watch is None:
         watch = _last[0]() if _last else None
@@ -116,9 +126,8 @@ def see_pass(layer: Any, hidden_states: Any) -> None:
         elif moe not in watch.layers:
             watch.layers.append(moe)
         vars(moe.token_dispatcher)["watch"] = watch
-    # Recompute runs a layer again, inside of backward.
-    if moe is watch.layers[0] and not in_backward():
-        watch.see_pass(hidden_states)
+    if moe is watch.layers[0]:
+        (watch.see_again if in_backward() else watch.see_pass)(hidden_states)
 
 
 def see_iteration() -> None:
@@ -144,9 +153,13 @@ def unseen() -> Iterator[None]:
         _unseen.pop()
 
 
-def _num_microbatches() -> int:
-    """Return the micro-batches of a step; 1 in a loop that has not told Megatron."""
+def _num_passes(config: Any) -> int:
+    """Return the passes of a layer in a step; 1 in a loop that has not told Megatron.
+
+    A router sees each part of a sequence that its layer takes in parts, a guard the layer.
+    """
+    parts = getattr(config, "mlp_chunks_for_training", None) or 1
     try:
-        return get_num_microbatches()
+        return get_num_microbatches() * (parts if config.cuda_graph_impl == "none" else 1)
     except AttributeError:
         return 1

@@ -22,6 +22,7 @@ from padded_dispatch.megatron.bridge import (
     show_single_experts,
     single_experts,
 )
+from padded_dispatch.megatron.config import log_once
 from tests.support import parity, tiny
 
 STACKED = {"experts.linear_fc1.weight", "experts.linear_fc2.weight"}
@@ -76,56 +77,43 @@ class StandIn:
     def build_conversion_tasks(self, hf_pretrained: Any, megatron_model: Any) -> list[set[str]]:
         return [names(chunk) for chunk in megatron_model]
 
-    def _megatron_global_param_names_all_pp_ranks(self, megatron_model: Any) -> set[str]:
+    def _megatron_global_adapters_info_all_pp_ranks(self, megatron_model: Any) -> set[str]:
         return names(megatron_model)
 
 
 @pytest.fixture
-def conversion(monkeypatch) -> Any:
+def conversion(monkeypatch) -> Iterator[Any]:
     module = types.ModuleType(bridge._CONVERSION)
     stand_in: Any = type("MegatronModelBridge", (), dict(vars(StandIn)))
     module.MegatronModelBridge = stand_in  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, bridge._CONVERSION, module)
-    return stand_in
+    monkeypatch.setitem(sys.modules, "megatron.bridge", types.ModuleType("megatron.bridge"))
+    yield stand_in
+    uninstall()
 
 
 def test_bridge_sees_single_experts_once_a_layer_is_built(conversion):
+    before = dict(vars(conversion))
     chunks = [layer(), layer("module")]
     once = dict(vars(conversion))
     assert conversion().build_conversion_tasks(None, chunks) == [SINGLE, names(chunks[1])]
     assert conversion().build_conversion_tasks(None, megatron_model=chunks)[0] == SINGLE
-    assert conversion()._megatron_global_param_names_all_pp_ranks(chunks[0]) == SINGLE
+    assert conversion()._megatron_global_adapters_info_all_pp_ranks(chunks[0]) == SINGLE
     assert names(chunks[0]) == STACKED
     layer(), show_single_experts()
     assert dict(vars(conversion)) == once
+    uninstall()
+    assert conversion().build_conversion_tasks(None, chunks)[0] == STACKED
+    assert dict(vars(conversion)) == before
 
 
-class Adapters:
-    """What `PEFT` has: it raises for a linear that it does not know."""
-
-    def __init__(self, *targets: str) -> None:
-        self._targets = targets
-
-    def __call__(self, model: Any, training: bool = True) -> Any:
-        for name, module in model.named_modules():
-            if name.endswith(self._targets):
-                raise NotImplementedError(f"Layer type is unrecognized for LoRA: {type(module)}")
-        return model
-
-
-def test_adapters_on_stacked_experts_are_refused_by_name(monkeypatch):
-    module: Any = types.ModuleType(bridge._ADAPTERS)
-    module.PEFT = type("PEFT", (), dict(vars(Adapters)))
-    monkeypatch.setitem(sys.modules, bridge._ADAPTERS, module)
-    made = layer()
-    once = module.PEFT.__call__
-    layer()
-    assert module.PEFT.__call__ is once
-    assert module.PEFT("linear_qkv")(made) is made
-    with pytest.raises(ValueError, match=r"^experts must be 'module' for adapters .*, got packed"):
-        module.PEFT("linear_fc1")(made, training=False)
-    with pytest.raises(NotImplementedError, match="TopKRouter"):
-        module.PEFT("router")(made)
+def test_a_bridge_without_one_of_these_methods_is_named(conversion, caplog):
+    del conversion.build_conversion_tasks
+    log_once.cache_clear()
+    chunk = layer()
+    assert "Bridge cannot load or export packed experts, because it has no " in caplog.text
+    assert "MegatronModelBridge.build_conversion_tasks; for that, set Padded" in caplog.text
+    assert conversion()._megatron_global_adapters_info_all_pp_ranks(chunk) == SINGLE
 
 
 def test_without_bridge_nothing_happens(monkeypatch):

@@ -1,7 +1,5 @@
 """After install() the config value alone is enough; uninstall() restores stock Megatron."""
 
-import sys
-import types
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -29,12 +27,8 @@ def host() -> tuple[object, ...]:
     return TransformerConfig.__post_init__, MoELayer.__init__, field.type
 
 
-def test_without_install_the_error_names_it():
-    words = (
-        "^moe_token_dispatcher_type must be made known to Megatron first, got 'padded_alltoall'; "
-        r"call padded_dispatch\.megatron\.install\(\) before the config and the model are made"
-    )
-    with pytest.raises(ValueError, match=words):
+def test_without_install_megatron_names_the_word():
+    with pytest.raises(ValueError, match="Unsupported token dispatcher type: padded_alltoall"):
         tiny.layer(tiny.config())
     assert type(tiny.layer(tiny.config("allgather"))) is MoELayer
 
@@ -51,6 +45,28 @@ def test_install_is_idempotent_and_reversible():
     assert host() == before
     uninstall()
     assert host() == before
+
+
+def test_a_later_patch_of_another_tool_stays(monkeypatch):
+    """Ours stays below it, and does nothing until the next `install`."""
+    stock, seen = TransformerConfig.__post_init__, []
+    install(PaddedOptions(eval_factor=2.0))
+    ours = TransformerConfig.__post_init__
+
+    def theirs(config: Any) -> None:
+        seen.append(config)
+        ours(config)
+
+    monkeypatch.setattr(TransformerConfig, "__post_init__", theirs)
+    for action in (install, uninstall, install, uninstall, uninstall):
+        action()
+        assert TransformerConfig.__post_init__ is theirs
+        made, installed = tiny.config(), action is install
+        assert vars(made).get("padded_dispatch") == (PaddedOptions() if installed else None)
+        assert seen.pop() is made and not seen
+    monkeypatch.undo()
+    uninstall()
+    assert TransformerConfig.__post_init__ is stock
 
 
 def test_layer_is_megatrons_own_with_our_dispatcher():
@@ -229,37 +245,6 @@ def test_a_recipe_for_another_dispatcher_is_accepted(caplog):
         assert getattr(config, name) == (value if name in kept else fields[name].default), name
     logged = [message.split(": ")[1].split("=")[0] for message in caplog.messages]
     assert sorted(logged) == sorted(settings)
-
-
-class CommOverlapConfig:
-    """What Bridge has: a check of the dispatcher's name."""
-
-    def _get_model_comm_overlap_cfgs(self, model_cfg: Any, ddp_config: Any) -> Any:
-        assert model_cfg.moe_token_dispatcher_type in ("alltoall", "flex")
-        return model_cfg.moe_token_dispatcher_type, ddp_config
-
-
-@pytest.mark.parametrize("imported_first", [True, False])
-def test_overlap_of_bridge_passes_its_check_of_the_dispatcher(monkeypatch, imported_first):
-    module: Any = types.ModuleType("megatron.bridge.training.comm_overlap")
-    module.CommOverlapConfig = CommOverlapConfig
-    check = CommOverlapConfig._get_model_comm_overlap_cfgs
-    if not imported_first:
-        install()
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    if imported_first:
-        install()
-    else:
-        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    for name, seen in (("padded_alltoall", "alltoall"), ("flex", "flex")):
-        model = types.SimpleNamespace(moe_token_dispatcher_type=name)
-        assert CommOverlapConfig()._get_model_comm_overlap_cfgs(model, ddp_config=5) == (seen, 5)
-        assert model.moe_token_dispatcher_type == name
-    with pytest.raises(AssertionError):
-        model = types.SimpleNamespace(moe_token_dispatcher_type="allgather")
-        CommOverlapConfig()._get_model_comm_overlap_cfgs(model, None)
-    uninstall()
-    assert CommOverlapConfig._get_model_comm_overlap_cfgs is check
 
 
 def test_scopes_without_experts_need_no_factor_either():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from padded_dispatch.megatron import PaddedOptions, Retry, install, uninstall
+from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.trace import load_traces
@@ -19,7 +20,7 @@ from tests.support.megatron_lm_loop import MODULE, Writer, stand_in
 from tests.support.training import RETRIED, Training, draws, forward, world
 
 CASE = dataclasses.replace(RETRIED, microbatches=2)
-NAMES = "train", "train_step", "training_log"
+NAMES = "train_step", "training_log"
 FIGURES = ["moe/dropped", "moe/fill", "moe/needed_factor", "moe/expert_overload"]
 
 
@@ -78,7 +79,7 @@ def test_other_models_train_as_before(loop, monkeypatch, kind):
     assert loop.calls == [training.schedule] and loop.lines == [(2, {})]
 
 
-def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, monkeypatch):
+def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, MODULE)
     install()
     assert MODULE not in sys.modules
@@ -93,8 +94,13 @@ def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, m
     assert loop.train_step is stock
     for name in NAMES:
         delattr(loop, name)
-    install()  # A module without a loop is left alone.
+    log_once.cache_clear()
+    install()
     assert not any(hasattr(loop, name) for name in NAMES)
+    lost = "no figures, retries or traces in Megatron-LM's loop, because it has no "
+    assert [text for text in caplog.messages if text.startswith("no figures")] == [
+        f"{lost}{MODULE}.{name}" for name in NAMES
+    ]
 
 
 def test_figures_of_a_line_are_those_of_the_steps_since_the_last_one(loop, caplog):
@@ -186,6 +192,7 @@ def test_a_run_that_fails_keeps_its_trace(loop, tmp_path):
     loop.before = fail
     with pytest.raises(SystemExit, match="a signal"):
         train(loop, trace=str(tmp_path))
+    uninstall()  # As at the end of the process, what follows the loop is gone.
     trace = load_traces([tmp_path])
     assert sorted(set(trace.steps.tolist())) == [1, 2, 3]
 

@@ -157,7 +157,7 @@ def test_packed_sequences_in_the_combined_schedule(megatron, scope):
     )
     nodes = {name: SimpleNamespace() for name in ("moe_dispatch", "mlp", "moe_combine")}
     plan = SimpleNamespace(layer=layer, **nodes)
-    adapted(lambda plan: vars(plan).update(attn=node))(plan)
+    adapted(unreachable, lambda plan: vars(plan).update(attn=node))(plan)
     hidden = torch.randn(3, 2, tiny.HIDDEN)
     if scope == "moe_router":
         assert torch.equal(node.submodule(node, hidden)[1].any(1), ~mask_BS.T.flatten())

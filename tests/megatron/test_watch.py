@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -170,4 +171,9 @@ def test_each_stage_of_a_pipeline_says_what_its_layers_drop(pool2):
 
 def test_a_microbatch_calculator_is_not_needed():
     with patch.object(watch, "get_num_microbatches", lambda: (_ for _ in ()).throw(AttributeError)):
-        assert watch._num_microbatches() == 1
+        assert watch._num_passes(SimpleNamespace(cuda_graph_impl="none")) == 1
+    parts = SimpleNamespace(cuda_graph_impl="none", mlp_chunks_for_training=3)
+    with patch.object(watch, "get_num_microbatches", lambda: 2):
+        assert watch._num_passes(parts) == 6
+        parts.cuda_graph_impl = "local"
+        assert watch._num_passes(parts) == 2

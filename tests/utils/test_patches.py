@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from padded_dispatch.utils.patches import Patches
+from padded_dispatch.utils.patches import Patches, Wraps
 
 
 class Base:
@@ -46,14 +46,27 @@ def has(owner: Any, name: str) -> tuple[Any, Any]:
 def test_attributes_are_replaced_until_the_end_of_a_block(owner, name):
     before = has(owner, name)
     with pytest.raises(RuntimeError, match="inside"), Patches() as patches:
-        assert not patches and not patches.replaces(owner, name)
         for value in ("one", "other"):
             patches.set(owner, name, value)
             assert getattr(owner, name) == value
-        assert patches and patches.replaces(owner, name)
-        assert not patches.replaces(owner, "else") and not patches.replaces(Patches, name)
         raise RuntimeError("inside")
     assert has(owner, name)[1] is before[1] and has(owner, name)[0] == before[0]
-    assert not patches and not patches.replaces(owner, name)
     patches.undo()
     assert has(owner, name)[0] == before[0]
+
+
+def test_a_function_is_wrapped_once_and_what_another_tool_put_on_top_stays():
+    owner, wraps = SimpleNamespace(one=1, other=2), Wraps()
+    for _ in range(2):
+        wraps.wrap(owner, "one", lambda value: [value])
+        wraps.wrap(owner, "other", lambda value: [value])
+    assert (owner.one, owner.other) == ([1], [2])
+    ours, owner.other = owner.other, "theirs"
+    wraps.undo()
+    assert (owner.one, owner.other) == (1, "theirs")
+    wraps.wrap(owner, "other", lambda value: [value])  # Ours is still below theirs.
+    wraps.wrap(owner, "one", lambda value: [value])
+    assert (owner.one, owner.other) == ([1], "theirs")
+    owner.other = ours
+    wraps.undo()
+    assert (owner.one, owner.other) == (1, 2)

@@ -4,7 +4,3 @@
 `selftest`: after a capture, compare replays with eager runs bit by bit.
 `guard`: before a replay, raise if a setting that is baked into the graph has changed.
 """
-
-from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
-
-__all__ = ["IterationGraph", "LayerGraphs"]

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
@@ -44,7 +43,6 @@ from padded_dispatch.megatron.graphs.selftest import (
     run_eager,
     run_self_test,
 )
-from padded_dispatch.megatron.retry import uncaptured
 from padded_dispatch.utils.patches import Patches
 
 _log = logging.getLogger("padded_dispatch")
@@ -131,7 +129,6 @@ class LayerGraphs:
             "name a part that a layer of this model has",
             "add 'moe', or set none to capture whole layers",
         )
-        guard.install()
 
     def capture(self) -> SelfTest | None:
         """Warm up, capture, and compare replays with eager runs. Call it between training steps.
@@ -204,6 +201,8 @@ class IterationGraph:
     """
 
     def __init__(self, config: Any) -> None:
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
         self._wrapped: Any = FullCudaGraphWrapper(
             get_forward_backward_func(), cuda_graph_warmup_steps=config.cuda_graph_warmup_steps
         )
@@ -256,6 +255,8 @@ class IterationGraph:
 
     def run_eagerly(self, **kwargs: Any) -> list[Any]:
         """Run a training step's passes without the graph; its arguments may have changed."""
+        from padded_dispatch.megatron.retry import uncaptured
+
         return uncaptured(self._wrapped)(**kwargs)
 
 
@@ -289,6 +290,8 @@ def explain_out_of_memory(held: str = "") -> Iterator[None]:
 
 def forget_iterations() -> None:
     """Free Megatron's graphs of a step and of an evaluation; next calls warm up, then capture."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+
     # Not by `reset_cuda_graph`, which is new in 0.18 and keeps the buffers of the batches.
     for stage in ("training", "validation"):
         FullCudaGraphWrapper.cuda_graph[stage] = None
@@ -307,6 +310,7 @@ def _create(helper: Any, chunks: list[Any]) -> None:
             with explain_out_of_memory(), _numbers_kept(helper):
                 helper.create_cudagraphs()
         finally:
+            guard.end_capture()
             cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
 
 

@@ -2,9 +2,10 @@
 
 A captured layer runs no Python: it keeps the shape, capacity, train/eval mode and config of its
 capture, and copies its input into the captured one, by broadcast if need be. So the guard records
-what each layer's graph depends on when Megatron captures it, and compares before each replay. It
-patches methods of Megatron and leaves layers without a padded dispatcher alone. A capture runs
-passes of its own; what they count is restored.
+what each layer's graph depends on when Megatron captures it, and compares before each replay. A
+model that is built with graphs, or with the combined schedule, wraps what guards these; layers
+without a padded dispatcher are left alone. A capture runs passes of its own; what they count is
+restored.
 
 With `cuda_graph_impl="local"` Megatron captures by itself at the end of the first step. What it
 gets wrong for models with our dispatcher is corrected here:
@@ -28,29 +29,25 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
-from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer import transformer_layer
-from megatron.core.transformer.cuda_graphs import (
-    TECudaGraphHelper,
-    _CudagraphGlobalRecord,
-    _CudaGraphRunner,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron import schedule, watch
 from padded_dispatch.megatron.compat import (
     FREES_GRAPH_INPUTS,
+    captures_iteration,
+    found,
     graph_scopes,
     logged_tensors,
     put_logged_back,
 )
 from padded_dispatch.megatron.config import is_ours
-from padded_dispatch.megatron.dispatcher import counts_put_back, is_padded
-from padded_dispatch.utils.patches import Patches
+from padded_dispatch.megatron.dispatcher import counting_tensors, counts_put_back, is_padded
+from padded_dispatch.utils.patches import PATCHED, Patches
 
 # Values that a graph depends on, by the names that errors give.
 Invariants = dict[str, Any]
@@ -62,38 +59,48 @@ _FIELDS = (
 _read_fields = operator.itemgetter(*_FIELDS)
 _NAMES = ("training", "dispatch_config", *_FIELDS)
 _NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatches", *_NAMES)
-_patches = Patches()
 # What graphs depend on: as `_state_of_call`, or of `local` ones the padding mask and `state_of`.
 _captured: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
+# Copies of what layers had counted before Transformer Engine captured them, until the capture ends.
+_counted: WeakKeyDictionary[Any, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+
+_LAYER = "transformer.transformer_layer.TransformerLayer"
+_RUNNER = "transformer.cuda_graphs._CudaGraphRunner"
+_RECORD = "transformer.cuda_graphs._CudagraphGlobalRecord"
+_ITERATIONS = "full_cuda_graph.FullCudaGraphWrapper"
+_LOADER = "full_cuda_graph.StaticBufferLoader"
+_PLAN = "models.common.model_chunk_schedule_plan.TransformerLayerSchedulePlan"
 
 
-def install() -> None:
-    """Guard every layer that has a padded dispatcher; do nothing after an earlier `install`."""
-    if _patches:
-        return
-    choice = "_should_call_local_cudagraph"
-    # MoE layers of hybrid stacks have their own, which does not always call the other one.
-    choosers = [
-        (layer, choice, _wrap_local_choice)
-        for layer in (TransformerLayer, getattr(transformer_layer, "MoETransformerLayer", None))
-        if layer is not None and choice in vars(layer)
-    ]
-    for owner, name, wrap in (
-        *choosers,
-        (TransformerLayer, "_te_cuda_graph_capture", _wrap_capture),
-        (TransformerLayer, "_te_cuda_graph_replay", _wrap_replay),
-        (TransformerLayer, "create_mcore_cudagraph_manager", _wrap_local_manager),
-        (_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture),
-        (TECudaGraphHelper, "create_cudagraphs", _wrap_helper),
-        (StaticBufferLoader, "__call__", _wrap_loader),
-        (TransformerLayerSchedulePlan, "_build_callable_nodes", schedule.adapted),
-    ):
-        _patches.set(owner, name, wrap(getattr(owner, name)))
+def install(config: Any) -> None:
+    """Wrap what guards the layers of a config, before they are built; others stay as they are.
 
+    Raises:
+        ValueError: names what this Megatron-Core lacks.
+    """
+    impl = config.cuda_graph_impl
 
-def uninstall() -> None:
-    """Undo `install`; do nothing without an `install` before."""
-    _patches.undo()
+    def need(*names: str, field: str = "cuda_graph_impl", value: Any = impl) -> None:
+        off = "False" if value is True else "'none'"
+        for name in names:
+            rule = f"be {off} with this Megatron-Core, which has no megatron.core.{name}"
+            require(found(name) is not None, field, value, rule, f"set {field}={off}")
+
+    if impl != "none":
+        graphs = "transformer.cuda_graphs"
+        need(f"{graphs}.is_graph_capturing", f"{graphs}.is_graph_warmup")
+        need(f"{_LAYER}._should_call_local_cudagraph", f"{_LAYER}._should_call_te_cudagraph")
+        PATCHED.wrap(TransformerLayer, "__call__", _wrap_call)
+    if impl == "local":
+        need(_RECORD, f"{_RUNNER}.create_fwd_graph")
+        PATCHED.wrap(found(_RUNNER), "create_fwd_graph", _wrap_local_capture)
+    if captures_iteration(config):
+        need(_ITERATIONS, _LOADER)
+        PATCHED.wrap(found(_LOADER), "__call__", _wrap_loader)
+    if config.overlap_moe_expert_parallel_comm:
+        nodes = "_build_callable_nodes"
+        need(f"{_PLAN}.{nodes}", field="overlap_moe_expert_parallel_comm", value=True)
+        PATCHED.wrap(found(_PLAN), nodes, functools.partial(schedule.adapted, _replay))
 
 
 def padded_layers(chunks: list[Any]) -> list[Any]:
@@ -169,54 +176,78 @@ def _is_padded(layer: Any) -> bool:
     return is_padded(getattr(layer, "mlp", None))
 
 
+def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def guarded_call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        run, padded = functools.partial(call, layer), _is_padded(layer)
+        if not is_ours(layer.config):
+            return run(*args, **kwargs)
+        if padded:
+            _see(layer, args, kwargs)
+        if not layer._should_call_local_cudagraph(*args, **kwargs):
+            if padded and layer._should_call_te_cudagraph(*args, **kwargs):
+                guarded = _replay if layer.cuda_graphs else _capture
+                return guarded(layer, run, *args, **kwargs)
+        elif kwargs.get("inference_context") is None:
+            if not layer.training:
+                with Patches() as patches:
+                    patches.set(layer, "_should_call_local_cudagraph", lambda *_, **__: False)
+                    return run(*args, **kwargs)
+            if padded:
+                _check_local(layer, kwargs)
+        return run(*args, **kwargs)
+
+    return guarded_call
+
+
+def _see(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note what a pass of a padded layer has, eager or not."""
+    _check_captures(layer, layer.config)
+    given_context = kwargs.get("inference_context") is not None
+    layer.mlp.token_dispatcher.configs.given_context = given_context
+    if layer.training:
+        schedule.check_packed(layer, kwargs.get("packed_seq_params"))
+        schedule.note_mask(layer, kwargs.get("padding_mask"))
+        watch.see_pass(layer.mlp, _hidden_states(args, kwargs))
+
+
 # Graphs of layers by Transformer Engine.
 
 
-def _wrap_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(capture)
-    def recorded_capture(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_padded(layer):
-            hidden_states = _hidden_states(args, kwargs)
-            _captured[layer] = _state_of_call(layer, hidden_states, get_num_microbatches())
-            # The self-test's mask, if any, is for eager runs.
-            with schedule.captured(layer, hidden_states):
-                return capture(layer, *args, **kwargs)
-        return capture(layer, *args, **kwargs)
-
-    return recorded_capture
+def _capture(layer: Any, capture: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    hidden_states = _hidden_states(args, kwargs)
+    _captured[layer] = _state_of_call(layer, hidden_states, get_num_microbatches())
+    if layer not in _counted:
+        _counted[layer] = [(tensor, tensor.clone()) for tensor in counting_tensors(layer)]
+    # The self-test's mask, if any, is for eager runs.
+    with schedule.captured(layer, hidden_states):
+        return capture(*args, **kwargs)
 
 
-def _wrap_helper(create: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(create)
-    def clean_create(helper: Any) -> None:
-        if not is_ours(helper.config):
-            create(helper)
-            return
-        with counts_put_back(*(chunk.module for chunk in helper.model)):
-            create(helper)
-        release_stores(padded_layers(helper.model), captured=False)
-
-    return clean_create
+@torch.no_grad()
+def end_capture() -> None:
+    """Put back what Transformer Engine's capture has counted, and free what it kept in stores."""
+    for counted in _counted.values():
+        for tensor, copy in counted:
+            tensor.copy_(copy)
+    release_stores(list(_counted), captured=False)
+    _counted.clear()
 
 
-def _wrap_replay(replay: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(replay)
-    def guarded_replay(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        captured = _captured.get(layer)
-        if captured is None:
-            return replay(layer, *args, **kwargs)
-        # One graph serves all microbatches, because each ends before the next one starts.
-        # A pipeline has a graph for each microbatch, captured in the order of its schedule.
-        num_graphs = len(layer.cuda_graphs)
-        num_microbatches = captured[2] if num_graphs == 1 else get_num_microbatches()
-        now = _state_of_call(layer, _hidden_states(args, kwargs), num_microbatches)
-        if now != captured:
-            check_unchanged(_named(captured, _NAMES_OF_CALL), _named(now, _NAMES_OF_CALL))
-        schedule.check_packed(layer, kwargs.get("packed_seq_params"))
-        with schedule.replayed(layer, kwargs.pop("padding_mask", None)):
-            return replay(layer, *args, **kwargs)
-
-    return guarded_replay
+def _replay(layer: Any, replay: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    end_capture()
+    captured = _captured.get(layer)
+    if captured is None:
+        return replay(*args, **kwargs)
+    # One graph serves all microbatches, because each ends before the next one starts.
+    # A pipeline has a graph for each microbatch, captured in the order of its schedule.
+    num_graphs = len(layer.cuda_graphs)
+    num_microbatches = captured[2] if num_graphs == 1 else get_num_microbatches()
+    now = _state_of_call(layer, _hidden_states(args, kwargs), num_microbatches)
+    if now != captured:
+        check_unchanged(_named(captured, _NAMES_OF_CALL), _named(now, _NAMES_OF_CALL))
+    with schedule.replayed(layer, kwargs.pop("padding_mask", None)):
+        return replay(*args, **kwargs)
 
 
 def _state_of_call(layer: Any, hidden_states: Any, num_microbatches: int) -> tuple[Any, ...]:
@@ -230,43 +261,15 @@ def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # Megatron's own graphs of layers, `cuda_graph_impl="local"`.
 
 
-def _wrap_local_choice(choose: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(choose)
-    def guarded_choice(layer: Any, *args: Any, **kwargs: Any) -> bool:
-        graphed, padded = choose(layer, *args, **kwargs), _is_padded(layer)
-        if padded:
-            # With `padded_spec`, the config is not ours yet when the manager is made.
-            _check_captures(layer, layer.config)
-            layer.mlp.token_dispatcher.configs.given_context = (
-                kwargs.get("inference_context") is not None
-            )
-        if padded and layer.training:  # Megatron asks in each pass, whatever its way of capturing.
-            schedule.check_packed(layer, kwargs.get("packed_seq_params"))
-            schedule.note_mask(layer, kwargs.get("padding_mask"))
-            watch.see_pass(layer, _hidden_states(args, kwargs))
-        if not graphed or not is_ours(layer.config) or kwargs.get("inference_context") is not None:
-            return graphed
-        if layer.training and padded:
-            now = (*_mask_of(kwargs).values(), *state_of(layer))
-            captured = _captured.get(layer, now)
-            if not _CudagraphGlobalRecord.cudagraph_created:
-                _captured[layer] = now
-            elif now != captured:
-                names = "padding_mask", *_NAMES
-                check_unchanged(_named(captured, names), _named(now, names))
-        return layer.training
-
-    return guarded_choice
-
-
-def _wrap_local_manager(create: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(create)
-    def checked_create(layer: Any, config: Any) -> None:
-        create(layer, config)
-        if is_ours(config):
-            _check_captures(layer, config)
-
-    return checked_create
+def _check_local(layer: Any, kwargs: dict[str, Any]) -> None:
+    """Compare a training pass that may be replayed with the one that was captured."""
+    now = (*_mask_of(kwargs).values(), *state_of(layer))
+    captured = _captured.get(layer, now)
+    if not found(_RECORD).cudagraph_created:
+        _captured[layer] = now
+    elif now != captured:
+        names = "padding_mask", *_NAMES
+        check_unchanged(_named(captured, names), _named(now, names))
 
 
 def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,8 +281,7 @@ def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
         with counts_put_back(captured), Patches() as patches:
             if FREES_GRAPH_INPUTS:
                 # All that a forward's capture gives back to this pool are buffers of inputs.
-                pool: Any = _CudagraphGlobalRecord.tensor_reuse_pool
-                patches.set(pool, "insert", lambda buffer: None)
+                patches.set(found(_RECORD).tensor_reuse_pool, "insert", lambda buffer: None)
             logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
             made = create(runner, *args, **kwargs)
             put_logged_back(logged)
@@ -307,8 +309,7 @@ def _check_captures(layer: Any, config: Any) -> None:
 def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def checked_load(loader: Any, inputs: Any, stage: str, microbatch: int) -> Any:
-        held = StaticBufferLoader.static_buffers[stage]
-        graph = FullCudaGraphWrapper.cuda_graph[stage]
+        held, graph = loader.static_buffers[stage], found(_ITERATIONS).cuda_graph[stage]
         if stage == "training" and microbatch == 0 and graph is not None:
             watch.see_iteration()
         if microbatch < len(held):

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import fp4_utils, fp8_utils
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from torch import Tensor, nn
@@ -335,8 +334,12 @@ def _context(layer: Any) -> AbstractContextManager[Any]:
     # Megatron quantizes all layers of multi-token prediction.
     number = -1 if getattr(layer, "is_mtp_layer", False) else layer.layer_number - 1
     if config.fp8:
+        from megatron.core import fp8_utils
+
         return fp8_utils.get_fp8_context(config, number)
     if config.fp4:
+        from megatron.core import fp4_utils
+
         return fp4_utils.get_fp4_context(config, number)
     return nullcontext()
 
