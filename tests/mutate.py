@@ -32,8 +32,10 @@ ROOT = Path(__file__).parent.parent
 # Changes that nothing can notice, by module, each with the reason.
 EQUIVALENT: dict[str, dict[str, str]] = {
     "exchange/agreement.py": {
-        "layer = -1 if self.layer is None else self.layer -> "
-        "layer = -2 if self.layer is None else self.layer": "layers have no negative numbers",
+        "self._layer, self._caller = (-1, f'dispatcher {self._number}') -> "
+        "self._layer, self._caller = (-2, f'dispatcher {self._number}')": (
+            "layers have no negative numbers"
+        ),
         "first, second = (int.from_bytes(half, signed=True) for half in (digest[:8], digest[8:])) "
         "-> first, second = (int.from_bytes(half, signed=True) for half in "
         "(digest[:8], digest[9:]))": "120 bits of a hash tell values apart as 128 do",

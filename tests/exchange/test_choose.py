@@ -26,6 +26,7 @@ class Stores:
 
     def __init__(self, num_local_experts: int, group: Any, *, over_nvlink: bool) -> None:
         assert (num_local_experts, group) == (2, GROUP)
+        self.group = group
         if over_nvlink:
             raise ValueError("GPU 0, which has no NVLink to GPU 1")
 

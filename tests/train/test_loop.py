@@ -100,8 +100,9 @@ def test_repeated_steps_are_those_of_a_run_that_never_drops(pool2):
         pool2, f"--steps 2 {flags} --capacity-factor none", f"--steps 2 {flags} {retry}"
     )
     assert losses(retried) == pytest.approx(losses(never), rel=1e-5)
-    assert [(row.retried, row.dropped) for row in retried.rows] == [(1, 0)] * 2
-    assert [row.retried for row in never.rows] == [None] * 2
+    # The first runs have dropped rows, of which at most 0.75 of all that were asked for fit.
+    assert all(row.retried == 1 and row.dropped >= 0.25 for row in retried.rows)
+    assert [(row.retried, row.dropped) for row in never.rows] == [(None, 0)] * 2
 
 
 def test_a_run_is_a_row_of_a_results_file(pool2, tmp_path):
