@@ -156,7 +156,6 @@ class PaddedDispatcher:
             choice_probs(selection.probs_TE, plan.expert_TK),
             wire,
             capacity=None if config.fits else selection.capacity,
-            num_local_experts=config.num_local_experts,
             alignment=config.alignment,
         )
         return Dispatched(expert_input=given, plan=plan, selection=selection, sent=sent)

@@ -3,12 +3,11 @@
 Tokens travel, receivers lay out rows. A source makes a plan (`routing.plan`): which experts each
 token has, and which of its rows for that expert each one is. Each token crosses once to each rank
 that holds one of its experts and arrives at [source, slot], a place that is known without counts;
-the source's plan and its counts arrive beside it. The receiver then knows everything: it lays out
-rows as it likes (`experts`), and sends back one row for each choice, or one sum for each token.
+the source's plan and its counts arrive beside it. The receiver lays out rows as it likes
+(`experts`), and sends back one row for each choice, or one sum for each token.
 
-Two exchanges: `direct` (stores between the GPUs of one host) and `collectives` (any backend; with
-one rank nothing moves). `choose` picks one per layer; `agreement` compares shapes and rules over
-the ranks first.
+Two exchanges: `direct` (stores between the GPUs of one host) and `collectives` (any backend).
+`choose` picks one per layer; `agreement` compares shapes and rules over the ranks first.
 
 Letters: T tokens, K experts per token, E experts, L experts on this rank, S sources of an expert's
 rows, P slots of a source on the wire, D hidden size, N rows that a buffer has room for.

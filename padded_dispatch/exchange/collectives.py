@@ -214,7 +214,9 @@ class CollectiveWire:
         """Return a row of each (source, slot), [S, P, D]."""
         if self._whole:
             rows_PD = _padded(values_TD, self._num_slots)
-            rows_RPD = rows_PD[None] if self._exchange.num_ranks == 1 else self._gather(rows_PD)
+            rows_RPD = rows_PD[None]
+            if self._exchange.num_ranks > 1:
+                rows_RPD = _gathered(rows_RPD, self._exchange.group)
         else:
             rows_RPD = self._swap(values_TD[self._token_RP])  # -1, no token, reads any.
         return self._gather_split(rows_RPD)
@@ -230,7 +232,9 @@ class CollectiveWire:
         if self._whole:
             beside_PX = _padded(beside_TX, num_slots, fill=-1)
             message_X = torch.cat([beside_PX.flatten(), plan.kept_E])
-            message_RX = self._gather(message_X) if ranks > 1 else message_X[None]
+            message_RX = message_X[None]
+            if ranks > 1:
+                message_RX = _gathered(message_RX, exchange.group)
         else:
             # The row of -1 is that of slots without a token.
             beside_RPX = _padded(beside_TX, self._num_tokens + 1, fill=-1)[self._token_RP]
@@ -277,13 +281,6 @@ class CollectiveWire:
             came_TK = came_QK[row_TK, torch.arange(row_TK.shape[1], device=row_TK.device)]
         return came_TK.masked_fill(expert_TK < 0, 0)
 
-    def _gather(self, block: Tensor) -> Tensor:
-        """Return the block of each rank of the expert-parallel group, [R, ...]."""
-        group: Any = self._exchange.group
-        gathered = block.new_empty(group.size() * block.shape[0], *block.shape[1:])
-        _all_gather(gathered, block.contiguous(), group=group)
-        return gathered.unflatten(0, (group.size(), -1))
-
     def _swap(self, blocks: Tensor) -> Tensor:
         """Send block r of dim 0 to rank r and receive block r from rank r; its own transpose."""
         received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
@@ -293,11 +290,7 @@ class CollectiveWire:
     def _gather_split(self, blocks: Tensor) -> Tensor:
         """Concatenate, along dim 0, what arrived at each rank that splits an expert."""
         group = self._exchange.etp_group
-        if group is None:
-            return blocks
-        gathered = blocks.new_empty(group.size() * blocks.shape[0], *blocks.shape[1:])
-        _all_gather(gathered, blocks.contiguous(), group=group)
-        return gathered
+        return blocks if group is None else _gathered(blocks, group)
 
     def _add_split(self, blocks: Tensor) -> Tensor:
         """Sum this rank's sources over those ranks, in at least fp32; transpose of the gather."""
@@ -308,6 +301,13 @@ class CollectiveWire:
         summed = wide.new_empty(wide.shape[0] // group.size(), *wide.shape[1:])
         _reduce_scatter(summed, wide, group=group)
         return summed
+
+
+def _gathered(blocks: Tensor, group: Any) -> Tensor:
+    """Concatenate, along dim 0, the blocks of all ranks of a group."""
+    gathered = blocks.new_empty(group.size() * blocks.shape[0], *blocks.shape[1:])
+    _all_gather(gathered, blocks.contiguous(), group=group)
+    return gathered
 
 
 def _padded(values: Tensor, length: int, fill: int = 0) -> Tensor:

@@ -7,13 +7,8 @@ computes them, each to slot t * K + k, and are summed there in ascending expert 
     open, push   rows to their experts, with the plan in a forward pass; barrier
     home         numbers beside rows, product whose rows go home; barrier; sum
 
-Nothing depends on the routing but which rows are stored, so no slot overflows.
-
-What the caller must guarantee: all calls of a process are on one stream, or ordered as if they
-were; all ranks make their calls in the same order; and pushes and returns alternate, as they do in
-`experts.packed`. If a peer dies or never comes, the others wait in a barrier as long as in a
-collective of the group; then each prints the missing rank's number in the group, and its device
-fails.
+The caller must guarantee that all calls of a process are ordered as if on one stream, that all
+ranks make them in the same order, and that pushes and returns alternate, as in `experts.packed`.
 
 Why no buffer is overwritten too early: rows and plans that arrived are read before the rank comes
 to the barrier of the return that follows, and a peer that pushes again has passed that barrier.
@@ -21,8 +16,7 @@ What came home is read behind it, before the rank comes to the barrier of the pu
 who sends rows home has passed that one. So each call needs one barrier, and passes may be those of
 other layers, of other shapes, replays of graphs, evaluation or recomputation. A pass that breaks
 off leaves a push without a return: the push behind it may then overwrite what a slow rank still
-reads, in a pass whose result is lost. Captured barriers reset themselves. Every rank takes part in
-every call, also without rows.
+reads, in a pass whose result is lost.
 
 Letters: T tokens, K experts per token, S sources, the ranks of the group, P slots of a source, D
 hidden size.

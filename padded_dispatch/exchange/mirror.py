@@ -32,11 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import (
-    BroadcastOptions,
-    GatherOptions,
-    PrefixStore,
-)
+from torch.distributed.distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore
 
 _GRACE_S = 2.0  # for ranks that wait to post that they do, after the first of them has failed
 _STORE_S = 5.0  # for the store to answer beyond that; its process may have ended, or be stopped

@@ -71,7 +71,6 @@ def dispatch(
     wire: Wire,
     *,
     capacity: int | None,
-    num_local_experts: int,
     alignment: int = 1,
 ) -> tuple[ExpertInput, Sent]:
     """Send tokens to their experts, in padded cells.
@@ -82,19 +81,19 @@ def dispatch(
         wire: the exchange of the pass, over collectives.
         capacity: C, at least the most rows of a cell; a row beyond has no room and counts as zero.
             None reads on the host what this rank needs, at least 1; other ranks may need more.
-        num_local_experts: L.
         alignment: S * C is a multiple of it where the host reads C.
     """
     arrived = wire.open(tokens_TD, prob_TK)
     count_SL = arrived.count_SL
+    num_sources, num_experts = count_SL.shape
     if capacity is None:
-        step = alignment // math.gcd(alignment, len(count_SL))
+        step = alignment // math.gcd(alignment, num_sources)
         capacity = -(-max(1, int(count_SL.max())) // step) * step
     begin = capacity * torch.arange(count_SL.numel() + 1, device=count_SL.device)
     cells = Segments(
         offsets=begin.to(torch.int32),
-        num_experts=num_local_experts,
-        num_sources=len(count_SL),
+        num_experts=num_experts,
+        num_sources=num_sources,
         num_rows=count_SL.numel() * capacity,
         num_expected=count_SL.numel() * capacity,
     )
@@ -105,7 +104,7 @@ def dispatch(
         )
     else:
         choices = arrived.expert_SPK, arrived.place_SPK
-        row_SPK = rows_of_choices(*choices, cells.offsets, level, num_local_experts)
+        row_SPK = rows_of_choices(*choices, cells.offsets, level, num_experts)
         rows_ND, probs_N = _to_cells(arrived, row_SPK, cells.num_rows)
     given = ExpertInput(rows_ND=rows_ND, probs_N=probs_N, count_SL=count_SL, capacity=capacity)
     sent = Sent(

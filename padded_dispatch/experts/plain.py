@@ -2,8 +2,6 @@
 
     open -> lay out -> rows -> (fc1 -> activation -> fc2) of each expert -> prob -> sum -> bring
 
-`store_offsets` and `release` are the store's rule; the kernels of `kernels.layout` do the same.
-
 Rows are read on the host here, so a pass computes its real rows and nothing else. Products and sums
 are done in at least fp32, and each step rounds once, as on GPUs. A row that found no room is not
 among the rows of its pass, so it adds zero to its token, and its token gets no gradient from it.
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.exchange.collectives import CollectiveWire
-from padded_dispatch.experts import Call, Delayed, ExpertWeights, unspecified_gradient
+from padded_dispatch.experts import Call, ExpertWeights, unspecified_gradient
 from padded_dispatch.experts.activation import Activation, activate
 from padded_dispatch.experts.store import Room
 
@@ -34,26 +32,9 @@ def store_offsets(
     idle: Tensor | None = None,
     max_need: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find room for the rows of a pass; `room.top` is changed in place.
+    """Return offsets, level and before, and change `room.top` in place.
 
-    Rows begin at 0 in the first pass of a stack, else at `room.top[0]`. If they do not all fit
-    below `room.limit`, or are more than `room.most`, each (expert, source) keeps its first w rows,
-    for the largest w with which they fit.
-
-    Args:
-        count_SL: int32, rows of every (source, local expert).
-        room: the room of this pass.
-        kept_L: int64, to which the rows of each local expert are added; None counts nothing.
-        idle: int64 [1], to which 1 is added if no row came; likewise.
-        max_need: int64 [1], raised to the rows that would have held this pass and what follows.
-
-    Returns:
-        offsets, int32 [L * S + 1]: where the rows of each (expert, source) begin, in that order,
-        and where all end; level, int32 [1]: places from it on have no room; before, int32 [1]: what
-        `room.top[1]` was, for `release`.
-
-    Example: `count = [[3, 1], [2, 0]]`, `top = [4, 4]`, limit 8: 6 rows, room for 4, hence w = 1,
-    offsets `[4, 5, 6, 7, 7]`, level 1, before 4, and `top = [7, 10]`.
+    Rule, arguments, results and example: see `kernels.layout`.
     """
     base, asked = (0, 0) if room.first or room.top is None else room.top.tolist()
     total, space = int(count_SL.sum()), min(room.limit - base, room.most)
@@ -79,11 +60,10 @@ def store_offsets(
 
 
 def release(top: Tensor, offsets: Tensor, before: Tensor) -> None:
-    """Give the rows of a pass back; the arguments are those of `store_offsets` and its results.
+    """Give the rows of a pass back, as `kernels.layout.release` does.
 
     Raises:
-        RuntimeError: if they were given back before: backward passes of a stack must come in
-            reverse order, each once.
+        RuntimeError: if they were given back before.
     """
     if top[0] < offsets[-1]:
         raise RuntimeError("rows of a store were given back before their last use")
@@ -152,10 +132,10 @@ def _experts(
     activation: Activation,
 ) -> Tensor:
     dtype, wide, no_bias = rows_ND.dtype, _wide(rows_ND.dtype), [None] * len(kept_L)
-    fc1_LGD = _widened(
+    fc1_LGD = _Weight.apply(
         weights.fc1_LGD, weights.fc1_sums_LGD, weights.fc1_spare_LGD, weights.fc1_delayed
     )
-    fc2_LDF = _widened(
+    fc2_LDF = _Weight.apply(
         weights.fc2_LDF, weights.fc2_sums_LDF, weights.fc2_spare_LDF, weights.fc2_delayed
     )
     fc1_bias_LG, fc2_bias_LD = weights.fc1_bias_LG, weights.fc2_bias_LD
@@ -182,20 +162,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _widened(
-    weight_LOI: Tensor,
-    sums_LOI: Tensor | None,
-    spare_LOI: Tensor | None,
-    delayed: Delayed | None,
-) -> Tensor:
-    """Return a weight in at least fp32, whose gradient goes where it is wanted."""
-    if sums_LOI is None and delayed is None:
-        return weight_LOI.to(_wide(weight_LOI.dtype))
-    return _Weight.apply(weight_LOI, sums_LOI, spare_LOI, delayed)
-
-
 class _Weight(torch.autograd.Function):
-    """A weight in at least fp32, whose gradient is added to sums, or kept for later, or both."""
+    """A weight in at least fp32; its gradient may be added to sums, or kept for later, or both."""
 
     @staticmethod
     def forward(ctx, weight_LOI, sums_LOI, spare_LOI, delayed):

@@ -1,8 +1,7 @@
 """One store for the rows of all layers of a model chunk, and what passes have that keep nothing.
 
-Layers keep for backward the rows of their experts and fc1's results. Demand of a single layer
-varies widely, that of all layers together little. So the layers of a chunk share one store for each
-micro-batch in flight, used as a stack:
+Demand of a single layer varies widely, that of all layers together little. So the layers of a chunk
+share one store for each micro-batch in flight, used as a stack, for what backward needs:
 
     M      sum of `DispatchConfig.rows(T)` over the calls that keep rows
     top    rows in use, on the device
@@ -10,9 +9,8 @@ micro-batch in flight, used as a stack:
     backward of call i    behind its last use of the rows, top = base
 
 A call may fill the store up to M less the rows that later calls are sure to have, min(share, rows)
-of each, and at most N rows. What does not fit is cut by a water level: each (expert, source) keeps
-at most w rows, the largest w that fits, so that none starves. With one rank nothing overflows at
-factor 1.
+of each, and at most N rows. What does not fit is cut by a water level (`kernels.layout`). With one
+rank nothing overflows at factor 1.
 
 Base and top never reach the host. It mirrors which calls have rows in which stack: a call takes the
 stack that an earlier call of its pass used last, else one without rows, whose first call starts at

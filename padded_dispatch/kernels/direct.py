@@ -2,8 +2,7 @@
 
 Every rank has a buffer of each kind. `..._R`, int64 [R], holds the addresses of one kind on all
 ranks, as this rank can store to them. Kernels only store to peers and never read from them. They do
-not synchronize: the caller puts a barrier of all ranks before each of them (all ranks are done with
-what the buffers held) and behind it (all rows have arrived).
+not synchronize: `exchange.direct` has the barriers.
 
 `push` sends every token once to each other rank that has one of its experts, and the plan beside it
 to all. Rows come home from inside of products (`gemm.rows_times_weights_at`); `send_beside` sends
@@ -187,17 +186,15 @@ def _send_plan(
             tl.store(counts + rank * num_local + local, count, mask=local < num_local)
 
 
-def send_beside(
-    beside_N: Tensor, row_SPK: Tensor, besides_S: Tensor, offsets: Tensor | None
-) -> None:
+def send_beside(beside_N: Tensor, row_SPK: Tensor, besides_S: Tensor, offsets: Tensor) -> None:
     """Send the number beside the row of every choice to its source; 0 for one without room.
 
     Args:
-        beside_N: contiguous fp32.
+        beside_N: loose, contiguous fp32.
         row_SPK: contiguous int32: a row; -1 where it is no choice of this rank, and nothing is
             sent; -2 where it found no room.
         besides_S: addresses of fp32 [P, K] at every source.
-        offsets: of the pass, if `beside_N` is loose; None takes element `row_SPK`.
+        offsets: of the pass.
 
     Example: `beside = [.1, .2]`, `row = [[[6, -1]], [[-2, 5]]]` and offsets that begin at 5 send .2
     to the first source, 0 and .1 to the second.
@@ -220,10 +217,7 @@ def _send_beside_kernel(
 ):
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_of + n, mask=n < num_choices, other=-1)
-    first = 0
-    if offsets is not None:
-        first = tl.load(offsets)
-    value = tl.load(beside + (row - first), mask=row >= 0, other=0)
+    value = tl.load(beside + (row - tl.load(offsets)), mask=row >= 0, other=0)
     home = tl.load(besides_at + n // num_of_source, mask=n < num_choices)
     home = home.to(tl.pointer_type(tl.float32)) + n % num_of_source
     tl.store(home, value, mask=row != -1)

@@ -2,7 +2,8 @@
 
     base = 0 for the first pass of a stack, else top
     room = min(limit - base, N)
-    n    = all rows, if they fit; else every (expert, source) keeps at most w, the largest that fits
+    n    = all rows, if they fit; else by a water level: each (expert, source) keeps its first w
+           rows, for the largest w with which they fit, so that none starves
     top  = base + n
 
 All of it stays on the device. `padded_dispatch.experts.plain` has the rule in plain torch.

@@ -363,7 +363,6 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             probs,
             wire,
             capacity=None if config.fits else config.capacity(len(tokens_TD)),
-            num_local_experts=config.num_local_experts,
             alignment=config.alignment,
         )
         counters = self._counters_now()

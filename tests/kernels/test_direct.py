@@ -134,7 +134,7 @@ def test_numbers_beside_rows_go_home_and_zeros_for_rows_without_room():
     row_SPK = torch.randint(-2, 50, (num_sources, slots, top_k), generator=random).int()
     beside_N = torch.rand(50, generator=random)
     homes = [empty(slots, top_k) for _ in range(num_sources)]
-    direct.send_beside(here(beside_N), here(row_SPK), pointers(homes), None)
+    direct.send_beside(here(beside_N), here(row_SPK), pointers(homes), ints(0))
     for home, row in zip(homes, row_SPK, strict=True):
         expected = torch.where(row >= 0, beside_N[row.clamp(min=0).long()], 0)
         assert torch.equal(home.cpu().isnan(), row == -1)
