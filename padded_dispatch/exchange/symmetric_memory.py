@@ -1,9 +1,8 @@
 """Symmetric memory: the same buffers on every rank of a group, which all its ranks can write to.
 
-It uses the CUDA backend of torch's symmetric memory. It needs GPUs of one host that can access each
-other, and neither NVSHMEM nor multicast. Allocating is a collective call of the group and never
-happens during a capture: the first eager pass with a shape allocates, after the ranks have compared
-that shape. The bytes are logged, and a shape that does not fit raises on all ranks.
+It uses the CUDA backend of torch's symmetric memory, and neither NVSHMEM nor multicast. Allocating
+is a collective call of the group and never happens during a capture: the first eager pass with a
+shape allocates, after the ranks have compared that shape. A shape that does not fit raises on all.
 
 All layers of a group share two allocations, whatever their shapes: one that tokens arrive in, and
 one that rows come home to, S * P * D and P * K * D elements per rank. They are apart, because a
@@ -94,7 +93,6 @@ class PeerMemory:
         return torch.tensor(pointers, dtype=torch.int64, device=self._bytes.device)
 
 
-# Bytes of symmetric memory on this rank; torch's allocator does not count them.
 _held: WeakKeyDictionary[PeerMemory, int] = WeakKeyDictionary()
 
 

@@ -83,21 +83,11 @@ class Call:
 
 
 def run(
-    tokens_TD: Tensor,
-    prob_TK: Tensor,
-    weights: ExpertWeights,
-    activation: Activation,
-    call: Call,
+    tokens_TD: Tensor, prob_TK: Tensor, weights: ExpertWeights, activation: Activation, call: Call
 ) -> Tensor:
     """Compute the experts of every token: `sum of prob * (fc2(f(fc1(token))) + bias)`, [T, D].
 
-    Args:
-        tokens_TD: in the dtype of the weights.
-        prob_TK: at least fp32, of the plan's choices: `routing.plan.choice_probs`.
-        weights: of this rank's experts.
-        activation: between fc1 and fc2.
-        call: see `Call`.
-
+    Tokens are in the dtype of the weights; `prob_TK` is that of `routing.plan.choice_probs`.
     Choices without room add nothing, and have a gradient of zero.
     """
     if tokens_TD.is_cuda:

@@ -7,8 +7,8 @@ Rows and fc1's results lie in the store until backward; fc2's input is computed 
 pass that computes the activation's gradient, which overwrites fc1's results. So backward runs once
 per forward pass, and what a pass keeps is n * (D + G) elements.
 
-Pushes and returns alternate, and each ends with a barrier of all ranks (`exchange.direct` says why
-nothing is overwritten early). So backward always brings gradients home, wanted or not.
+Pushes and returns alternate (`exchange.direct` says why), so backward always brings gradients home,
+wanted or not.
 """
 
 import dataclasses
@@ -27,11 +27,7 @@ from padded_dispatch.utils.phases import require_first_derivatives
 
 
 def run(
-    tokens_TD: Tensor,
-    prob_TK: Tensor,
-    weights: ExpertWeights,
-    activation: Activation,
-    call: Call,
+    tokens_TD: Tensor, prob_TK: Tensor, weights: ExpertWeights, activation: Activation, call: Call
 ) -> Tensor:
     """Do what `experts.run` says.
 

@@ -1,12 +1,10 @@
 """The activation of an expert times the probability, over real rows only, forward and backward.
 
-Each direction is one pass of one kernel. In torch, a bias, a chunk, clamps, a function, products
-and a cast would each read and write every element; here each element is read and written once,
-computed in fp32 and rounded once. `kernels.Segments` says which rows are real, on the device;
-others are neither read nor written. Launches follow the multiprocessors of a GPU, not the rows that
-there is room for. The function, gating and bias are known when a kernel is compiled.
+Each direction is one pass of one kernel: each element is read and written once, computed in fp32
+and rounded once. Launches follow the multiprocessors of a GPU, not the rows that there is room for.
+The function, gating and bias are known when a kernel is compiled.
 
-`experts.activation` explains the arguments. G: width of fc1's result, 2F if gated, else F.
+G: width of fc1's result, 2F if gated, else F.
 """
 
 import triton
@@ -35,17 +33,8 @@ def activate(
     With the gradient of that result, also write the gradients of what it came from: that of fc1's
     result over `fc1_MG` (it equals that of its bias, before summing), and that of `prob_M`.
 
-    Args:
-        fc1_MG: stored, contiguous.
-        bias_LG: contiguous; None adds nothing.
-        prob_M: stored.
-        segments: where the rows of each expert lie.
-        grad_NF: loose and contiguous, the gradient of the result; None in a forward pass.
-        grad_prob_N: loose, in the dtype of `prob_M`; written if there is a gradient.
-        function: as `gated`, `clamp` and `offset`, a field of `experts.activation.Activation`.
-        gated: whether fc1 returns a gate and up.
-        clamp: of the gate and up.
-        offset: added to up.
+    Rows and their probabilities are stored, gradients loose; all are contiguous. A bias of None
+    adds nothing. The last four are those of `experts.activation.Activation`.
 
     Returns:
         Loose [N, F] in the dtype of `fc1_MG`; rows outside of the offsets are not written.

@@ -45,8 +45,8 @@ def push(
             [rank, t] on other ranks that have one of its experts.
         plan_R: addresses of the plans on every rank, int32 [3, S, P, K] and [S, L] behind it. This
             rank's part is written on all ranks, itself included: local experts, places, the bits of
-            the probabilities, and the counts of the rank's experts. Experts of other ranks are less
-            than 0 or at least L, and so is what stands in slots without a token.
+            the probabilities, and the counts of the rank's experts. In slots without a token no
+            expert is one of the rank.
         rank: this rank.
         num_slots: P, at least T.
         num_local_experts: L.

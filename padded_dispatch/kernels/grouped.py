@@ -1,6 +1,5 @@
 """Gradients of a bias per expert over packed rows: sum rows by expert, multiply rows by a vector.
 
-`kernels.Segments` says where the rows lie, and which of them are real: all is read from the device.
 Launches follow the multiprocessors of a GPU, not the rows that there is room for: programs take
 blocks of rows in turn. Every element has one writer and is summed in an order that depends on
 shapes and offsets alone.

@@ -4,10 +4,9 @@ A token has K choices; `row_SPK` says where each lies: a row, -1 for none on thi
 that found no room. Every element of a result has one writer and every sum one order, so there are
 no atomics. Which rows a kernel touches is decided on the device; grids follow shapes alone.
 
-`spread_rows` reads each token once and writes all its rows. `place_rows` does the same and finds
-the rows first, from offsets of every (local expert, source) and each choice's place there; beside
-the row it writes its probability and where it goes home. Rows without room leave zeros at home.
-`sum_rows` is the transpose. Numbers beside rows travel by `take`.
+`spread_rows` reads each token once and writes all its rows; rows without room leave zeros at home.
+`place_rows` does the same and finds the rows first, from offsets of every (local expert, source)
+and each choice's place there. `sum_rows` is the transpose. Numbers beside rows travel by `take`.
 
 Letters: S sources of P slots, K choices of a token, D columns, L local experts, N rows; `..._M`:
 stored, row n of the store; `..._N`: loose, whose row 0 is the first row of the pass.
@@ -40,19 +39,10 @@ def place_rows(
 ) -> Tensor:
     """Write every token into its rows, with its probability and its way home beside each.
 
-    Args:
-        rows_SPD: contiguous; see `exchange.Values`.
-        own_TD: contiguous, read in place of `rows_SPD[own]`; None reads that.
-        own: number of this rank as a source.
-        expert_SPK: int32, local experts; others are no choice of this rank.
-        place_SPK: int32.
-        prob_SPK: floating point.
-        segments: its offsets are read.
-        level: int32 [1]; places from it on have no room.
-        homes_S: int64, addresses of [P * K, D] at each source; None if rows do not go home.
-        rows_MD: written.
-        prob_M: written.
-        home_M: int64, written; None without `homes_S`.
+    Values are those of `exchange.Values`, choices those of `exchange.Arrived`, and what is written
+    those of `experts.store.Buffers`; all are contiguous. Places from `level`, int32 [1], on have no
+    room. `homes_S`, int64, has the addresses of [P * K, D] at each source; it is None, as `home_M`,
+    if rows do not go home.
 
     Returns:
         row_SPK, int32.
