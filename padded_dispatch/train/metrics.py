@@ -81,7 +81,8 @@ class Row:
     """Figures of the steps since the row before, over all ranks.
 
     `loss`: mean per byte, in nats. `step_ms`: mean. `fill`: kept rows per slot, and `dropped`:
-    share of rows without a slot, over all MoE layers; None if the dispatcher does not count.
+    share of rows without a slot, over all MoE layers; None if the dispatcher does not count. Both
+    are those of a step before it was repeated.
     `retried`: steps that ran twice because of drops; None if the run repeats none.
     """
 
