@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from padded_dispatch.megatron import Telemetry, watch
 from padded_dispatch.megatron.retry import dropping_nothing
@@ -102,6 +103,16 @@ def test_replays_recompute_and_evaluation_are_no_steps(alone, caplog, changes):
         training.end()
         steps = training.moe[0][1].token_dispatcher.watch.steps
     assert steps == 4 and len(said(caplog)) == 3
+
+
+def test_a_step_whose_input_gets_no_gradient_ends_with_the_next(alone, caplog, monkeypatch):
+    with world(HALF), caplog.at_level(logging.WARNING, "padded_dispatch"):
+        training = Training(HALF)
+        monkeypatch.setattr(torch.Tensor, "register_hook", lambda *_: None)
+        for number in range(3):
+            training.passes(number=number)
+            assert len(said(caplog)) == number
+    assert "at step 1 (" in said(caplog)[0] and "at step 2 (" in said(caplog)[1]
 
 
 @pytest.mark.parametrize("end", ["the process", "the model"])
