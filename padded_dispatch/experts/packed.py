@@ -69,8 +69,10 @@ class _Pass(torch.autograd.Function):
         segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
         buffers = room.buffers(width, fc1_width, tokens_TD.dtype, tokens_TD.device)
         home_M = None if wire.homes_S is None else buffers.home_M
-        row_SPK = rows.place_rows(
+        row_SPK = torch.empty_like(arrived.expert_SPK)
+        rows.spread_rows(
             **vars(arrived.values),
+            row_SPK=row_SPK,
             expert_SPK=arrived.expert_SPK,
             place_SPK=arrived.place_SPK,
             prob_SPK=arrived.prob_SPK,

@@ -160,19 +160,21 @@ class _ToCells(torch.autograd.Function):
 
         rows_ND = rows_SPD.new_empty(cells.num_rows, rows_SPD.shape[2])
         probs_N = prob_SPK.new_empty(cells.num_rows)
-        row_SPK = rows.place_rows(
+        expert_SPK = arrived.expert_SPK.contiguous()
+        row_SPK = torch.empty_like(expert_SPK)
+        rows.spread_rows(
             rows_SPD.contiguous(),
             None,
             -1,
-            arrived.expert_SPK.contiguous(),
-            arrived.place_SPK.contiguous(),
-            prob_SPK.contiguous(),
+            row_SPK,
             cells,
-            level,
             None,
-            rows_MD=rows_ND,
+            rows_ND,
+            expert_SPK=expert_SPK,
+            place_SPK=arrived.place_SPK.contiguous(),
+            prob_SPK=prob_SPK.contiguous(),
+            level=level,
             prob_M=probs_N,
-            home_M=None,
         )
         rows.zero_padding(rows_ND, probs_N, arrived.count_SL, capacity)
         ctx.save_for_backward(row_SPK)

@@ -5,8 +5,8 @@ that found no room. Every element of a result has one writer and every sum one o
 no atomics. Which rows a kernel touches is decided on the device; grids follow shapes alone.
 
 `spread_rows` reads each token once and writes all its rows; rows without room leave zeros at home.
-`place_rows` does the same and finds the rows first, from offsets of every (local expert, source)
-and each choice's place there. `sum_rows` is the transpose. Numbers beside rows travel by `take`.
+In a forward pass it finds the rows first, from offsets of every (local expert, source) and each
+choice's place there. `sum_rows` is the transpose. Numbers beside rows travel by `take`.
 
 Letters: S sources of P slots, K choices of a token, D columns, L local experts, N rows; `..._M`:
 stored, row n of the store; `..._N`: loose, whose row 0 is the first row of the pass.
@@ -20,54 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from padded_dispatch.kernels import Segments
-
-
-def place_rows(
-    rows_SPD: Tensor,
-    own_TD: Tensor | None,
-    own: int,
-    expert_SPK: Tensor,
-    place_SPK: Tensor,
-    prob_SPK: Tensor,
-    segments: Segments,
-    level: Tensor,
-    homes_S: Tensor | None,
-    *,
-    rows_MD: Tensor,
-    prob_M: Tensor,
-    home_M: Tensor | None,
-) -> Tensor:
-    """Write every token into its rows, with its probability and its way home beside each.
-
-    Values are those of `exchange.Values`, choices those of `exchange.Arrived`, and what is written
-    those of `experts.store.Buffers`; all are contiguous. Places from `level`, int32 [1], on have no
-    room. `homes_S`, int64, has the addresses of [P * K, D] at each source; it is None, as `home_M`,
-    if rows do not go home.
-
-    Returns:
-        row_SPK, int32.
-
-    Example: S = 1, L = 2, offsets `[5, 6, 8]`, level 1; tokens a, b, c with experts `[[0, 1], [1,
-    7], [1, -1]]` and places `[[0, 0], [1, 0], [2, 0]]`: rows `[[5, 6], [-2, -1], [-2, -1]]`; a is
-    written to rows 5 and 6, and zeros go home for b and c.
-    """
-    row_SPK = torch.empty_like(expert_SPK)
-    spread_rows(
-        rows_SPD,
-        own_TD,
-        own,
-        row_SPK,
-        segments,
-        homes_S,
-        rows_MD,
-        expert_SPK=expert_SPK,
-        place_SPK=place_SPK,
-        prob_SPK=prob_SPK,
-        level=level,
-        prob_M=prob_M,
-        home_M=home_M,
-    )
-    return row_SPK
 
 
 def spread_rows(
@@ -88,11 +40,18 @@ def spread_rows(
 ) -> Tensor:
     """Write a row of every token into all its rows: loose [N, D].
 
-    The arguments are those of `place_rows`, and its result, `row_SPK`. `rows_MD` and the keywords
-    are for `place_rows`, which has them all; `row_SPK` is written then.
+    Values are those of `exchange.Values`, and `row_SPK`, int32, has the row of each choice.
+    `homes_S`, int64, has the addresses of [P * K, D] at each source; None if no rows go home.
 
-    Example: rows a and b, `row = [[[6, 5]], [[-1, 7]]]` and offsets that begin at 5 give `[a, a,
-    b]`.
+    With `rows_MD` and all keywords the rows are stored, and found first: `row_SPK` is written, and
+    beside each row its probability and where it goes home. Choices are those of `exchange.Arrived`,
+    what is written those of `experts.store.Buffers`, with `home_M` None as `homes_S`; places from
+    `level`, int32 [1], on have no room. All are contiguous.
+
+    Examples: rows a and b, `row = [[[6, 5]], [[-1, 7]]]` and offsets that begin at 5 give `[a, a,
+    b]`. S = 1, L = 2, offsets `[5, 6, 8]`, level 1, tokens a, b, c with experts `[[0, 1], [1, 7],
+    [1, -1]]` and places `[[0, 0], [1, 0], [2, 0]]`: rows `[[5, 6], [-2, -1], [-2, -1]]`; a is
+    written to rows 5 and 6, and zeros go home for b and c.
     """
     num_sources, num_slots, width = rows_SPD.shape
     top_k, (block, warps) = row_SPK.shape[2], _columns(width)

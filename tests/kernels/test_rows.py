@@ -37,21 +37,24 @@ def addresses(*buffers: Tensor) -> Tensor:
     return here(torch.tensor([buffer.data_ptr() for buffer in buffers]))
 
 
-def test_place_rows_example():
+def test_spread_rows_with_a_plan_example():
     tokens = here(torch.tensor([[1.0], [2.0], [3.0]]))
     home, rows_MD, prob_M = nan(6, 1), nan(10, 1), nan(10)
     home_M = here(torch.full((10,), -7))
-    row_SPK = rows.place_rows(
+    expert_SPK = ints([[[0, 1], [1, 7], [1, -1]]])
+    row_SPK = torch.empty_like(expert_SPK)
+    rows.spread_rows(
         tokens[None],
         None,
         -1,
-        ints([[[0, 1], [1, 7], [1, -1]]]),
-        ints([[[0, 0], [1, 0], [2, 0]]]),
-        here(torch.tensor([[[0.1, 0.2], [0.3, 0.4], [0.5, NAN]]])),
+        row_SPK,
         segments([5, 6, 8], 2, 4),
-        ints([1]),
         addresses(home),
-        rows_MD=rows_MD,
+        rows_MD,
+        expert_SPK=expert_SPK,
+        place_SPK=ints([[[0, 0], [1, 0], [2, 0]]]),
+        prob_SPK=here(torch.tensor([[[0.1, 0.2], [0.3, 0.4], [0.5, NAN]]])),
+        level=ints([1]),
         prob_M=prob_M,
         home_M=home_M,
     )
@@ -72,7 +75,7 @@ def test_spread_rows_example():
 
 @pytest.mark.parametrize("width", [1, 24, 2048, 2880])
 @pytest.mark.parametrize("own", [-1, 1])
-def test_place_rows_beside_loops(width: int, own: int):
+def test_rows_that_a_plan_finds_beside_loops(width: int, own: int):
     num_sources, num_tokens, top_k, num_experts, base = 3, 5, 3, 4, 11
     generator = torch.Generator().manual_seed(width)
     tokens = torch.randn(num_sources, num_tokens, width, generator=generator).bfloat16()
@@ -96,17 +99,19 @@ def test_place_rows_beside_loops(width: int, own: int):
     if own >= 0:
         own_TD, received[own] = here(tokens[own].clone()), NAN
     where = segments(offsets.tolist(), num_experts, num_rows)
-    row_SPK = rows.place_rows(
+    row_SPK = here(torch.empty_like(expert.int()))
+    rows.spread_rows(
         received,
         own_TD,
         own,
-        here(expert.int()),
-        here(place.int()),
-        here(prob),
+        row_SPK,
         where,
-        ints([level]),
         addresses(*homes),
-        rows_MD=rows_MD,
+        rows_MD,
+        expert_SPK=here(expert.int()),
+        place_SPK=here(place.int()),
+        prob_SPK=here(prob),
+        level=ints([level]),
         prob_M=prob_M,
         home_M=home_M,
     )

@@ -145,15 +145,17 @@ def forward(exchange: Any, layer: Layer, inputs: Inputs, shard: int = 0) -> Forw
     rows_MD = like.new_full((num_rows, layer.width), torch.nan)
     prob_M = like.new_full((num_rows,), torch.nan, dtype=torch.float32)
     home_M = like.new_zeros(num_rows, dtype=torch.int64)
-    row_SPK = rows.place_rows(
+    row_SPK = torch.empty_like(arrived.expert_SPK)
+    rows.spread_rows(
         *_given(arrived.values),
-        arrived.expert_SPK,
-        arrived.place_SPK,
-        arrived.prob_SPK,
+        row_SPK,
         segments,
-        like.new_full((1,), layer.level, dtype=torch.int32),
         wire.homes_S,
-        rows_MD=rows_MD,
+        rows_MD,
+        expert_SPK=arrived.expert_SPK,
+        place_SPK=arrived.place_SPK,
+        prob_SPK=arrived.prob_SPK,
+        level=like.new_full((1,), layer.level, dtype=torch.int32),
         prob_M=prob_M,
         home_M=None if wire.homes_S is None else home_M,
     )
