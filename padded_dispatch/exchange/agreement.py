@@ -41,8 +41,6 @@ class Agreement:
         groups: the groups whose ranks must pass equal values. None and groups of one rank cost
             nothing. Ranks that share no group are compared, too, if groups of others connect them.
 
-    A rank may come later than another by the longest time limit of the groups.
-
     """
 
     def __init__(self, *groups: dist.ProcessGroup | None) -> None:

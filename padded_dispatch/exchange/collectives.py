@@ -144,16 +144,12 @@ class CollectiveWire:
     def open(self, tokens_TD: Tensor, prob_TK: Tensor) -> Arrived:
         """Send tokens and their plan; see `Wire`."""
         if self._exchange.num_sources == 1:
-            rows_SPD, prob_SPK = self.send(tokens_TD), prob_TK[None]
             plan = self._plan
-            expert_SPK, place_SPK, count_SL = (
-                plan.expert_TK[None],
-                plan.place_TK[None],
-                plan.kept_E[None],
-            )
+            numbers = [part[None] for part in (plan.expert_TK, plan.place_TK, plan.kept_E)]
+            sent = self.send(tokens_TD), prob_TK[None], *numbers
         else:
             sent = _Send.apply(self, tokens_TD, prob_TK)
-            rows_SPD, prob_SPK, expert_SPK, place_SPK, count_SL = sent
+        rows_SPD, prob_SPK, expert_SPK, place_SPK, count_SL = sent
         return Arrived(
             values=Values(rows_SPD=rows_SPD),
             expert_SPK=expert_SPK,

@@ -113,16 +113,12 @@ class Buffers:
         rank: this rank's number in the group.
         barrier: see `PeerMemory`.
         rows_SPD: rows that arrive.
-        expert_SPK: their plan, int32.
-        place_SPK: likewise.
-        prob_SPK: likewise, fp32.
-        count_SL: likewise, int32.
+        expert_SPK, place_SPK, prob_SPK, count_SL: their plan, see `exchange.Arrived`.
         rows_R: addresses of `rows_SPD` on every rank.
         plan_R: addresses of `expert_SPK`, behind which the others lie.
         home_QD: rows that come home, [P * K, D].
         beside_PK: numbers beside them, fp32.
-        homes_R: addresses of `home_QD`.
-        besides_R: addresses of `beside_PK`.
+        homes_R, besides_R: addresses of the two.
     """
 
     rank: int

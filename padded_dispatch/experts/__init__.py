@@ -33,18 +33,14 @@ class ExpertWeights:
     """Weights of L experts, in one dtype.
 
     Attributes:
-        fc1_LGD: on CUDA devices bf16, D is a multiple of 8, and so is F.
-        fc2_LDF: likewise.
-        fc1_bias_LG: None if there is no bias.
-        fc2_bias_LD: None if there is no bias.
-        fc1_sums_LGD: fp32, to which backward adds the gradient of `fc1_LGD`; None leaves it to
-            autograd.
-        fc2_sums_LDF: likewise.
-        fc1_spare_LGD: with sums, what autograd gets as the gradient: memory of the weight's shape
-            and dtype that is never written; layers may share it.
-        fc2_spare_LDF: likewise.
-        fc1_delayed: where backward keeps the gradient of `fc1_LGD` for later; None computes it.
-        fc2_delayed: likewise; that of fc2 is computed first.
+        fc1_LGD, fc2_LDF: on CUDA devices bf16, and D and F are multiples of 8.
+        fc1_bias_LG, fc2_bias_LD: None if there is no bias.
+        fc1_sums_LGD, fc2_sums_LDF: fp32, to which backward adds the gradient of a weight; None
+            leaves it to autograd.
+        fc1_spare_LGD, fc2_spare_LDF: with sums, what autograd gets as the gradient: memory of the
+            weight's shape and dtype that is never written; layers may share it.
+        fc1_delayed, fc2_delayed: where backward keeps the gradient of a weight for later; that of
+            fc2 is computed first. None computes it.
     """
 
     fc1_LGD: Tensor

@@ -83,16 +83,10 @@ def select(
 def kept_map_in_torch(
     asked_TE: Tensor, probs_TE: Tensor, capacity: int, policy: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows of `asked_TE` that keep a slot, and the demand.
+    """Return the rows of `asked_TE` that keep a slot, bool [T, E], and the demand, int32 [E].
 
-    Args:
-        asked_TE: bool, the routing map without padding tokens.
-        probs_TE: floating point, finite where asked; read by "probs" only.
-        capacity: the most rows of one expert (C).
-        policy: see the module's docstring.
-
-    Returns:
-        kept_TE bool [T, E] and demand_E int32 [E], the column sums of `asked_TE`.
+    `asked_TE` is the map without padding tokens. Probabilities are finite where asked, and read by
+    "probs" only.
 
     Example: column `asked = [1, 1, 0, 1]`, `probs = [.2, .5, .9, .5]`, C = 2 keeps tokens 1 and 3
     under "probs" and tokens 0 and 1 under "position"; with C = 1 it keeps 1 and 0.
