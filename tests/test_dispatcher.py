@@ -25,7 +25,6 @@ from tests.support.whole_layers import (
 )
 
 RANKS = pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (1, 4), (4, 1), (2, 2), (8, 1)])
-POOLS = pytest.mark.parametrize("pool", ["store", "expert", "padded"])
 
 
 def config_of(pool: str, num_ranks: int = 1, etp_size: int = 1, **changes: Any) -> DispatchConfig:
@@ -44,7 +43,7 @@ def test_layers_are_the_oracle(num_ranks, etp_size, routing, pool):
     check(make_case(config_of(pool, num_ranks, etp_size), [routing, "hot", "one rank"]), pool)
 
 
-@POOLS
+@pytest.mark.parametrize("pool", ["store", "expert"])
 @pytest.mark.parametrize(
     ("changes", "num_tokens"),
     [
@@ -62,6 +61,7 @@ def test_layers_are_the_oracle(num_ranks, etp_size, routing, pool):
     ids=str,
 )
 def test_every_setting_is_the_oracle(pool, changes, num_tokens):
+    """For padded cells, too, see `experts/test_padded`."""
     config = config_of(pool, 4, **changes)
     check(make_case(config, ["thin", "hot"], num_tokens=num_tokens), pool)
 

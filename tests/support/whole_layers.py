@@ -318,6 +318,28 @@ def _with_nan(values: Tensor, is_real_N: Tensor) -> Tensor:
     return torch.where(is_real_N.view(-1, *[1] * (values.ndim - 1)), values, torch.nan)
 
 
+def _check_input(case: Case, layer: int, source: int, given: ExpertInput) -> None:
+    """Compare what padded experts read, bit by bit; the oracle has the tokens of layer 0."""
+    config, rank = case.config, source % case.config.num_ranks
+    rows_STE = rows_on_the_wire(case, case.layers[layer])
+    count_SL = reference.counts(rows_STE, rank, config.num_ranks)
+    assert given.count_SL.dtype == torch.int32 and given.count_SL.tolist() == count_SL.tolist()
+    capacity = given.capacity
+    if config.fits:
+        assert capacity - max(1, count_SL.max()) in range(config.alignment)
+        assert capacity * config.num_sources % config.alignment == 0
+    else:
+        assert capacity == config.capacity(case.tokens_STD.shape[1])
+    where = dict(capacity=capacity, rank=rank, num_ranks=config.num_ranks)
+    cells = reference.cells(case.tokens_STD, case.layers[layer].probs_STE, rows_STE, **where)
+    if layer == 0:
+        rows_ND = torch.from_numpy(cells.rows_LSCD).flatten(0, 2)
+        assert torch.equal(given.rows_ND, rows_ND)
+    assert torch.equal(given.probs_N, torch.from_numpy(cells.probs_LSC).flatten())
+    is_real_N = torch.from_numpy(cells.source_LSC >= 0).flatten()
+    assert not given.rows_ND[~is_real_N].any()
+
+
 def padded_experts(given: ExpertInput, weights: ExpertWeights, activation: Activation) -> Tensor:
     """Compute experts that read padded rows, and leave NaN in their output and gradients."""
     num_sources, num_experts = given.count_SL.shape
@@ -361,6 +383,7 @@ class Model:
             return dispatcher.run(*given, weights, self.case.activation, mask_T)
         sent = dispatcher.dispatch(*given, mask_T)
         assert not sent.plan.unplaced_E.any()
+        _check_input(self.case, layer, rank.source, sent.expert_input)
         out_ND = padded_experts(sent.expert_input, weights, self.case.activation)
         return dispatcher.combine(out_ND, sent)
 
