@@ -10,13 +10,13 @@ from tests.support.threads import run_on_threads
 
 
 def test_all_ranks_of_a_job_start_the_same_collectives():
-    world = World(ep=4, etp=2, pp=2, vpp=2)
-    records, steps = train(world, seed=1, num_steps=4)
-    assert steps == (3, 1)
+    world = World(ep=4, etp=2)
+    records, steps = train(world, seed=6, num_steps=5)
+    assert steps == (4, 1)
     assert records.differing() == []
-    assert [records.differing_orders(stage) for stage in world.stages()] == [[], []]
+    assert records.differing_orders(list(range(8))) == []
     started = {(name, len(group)) for name, group, _ in records.of_rank[0]}
-    assert started >= {("all_to_all_single", 4), ("all_gather_single", 2), ("allreduce", 16)}
+    assert started >= {("all_to_all_single", 4), ("all_gather_single", 2), ("allreduce", 8)}
     assert ("reduce_scatter_single", 2) in started
 
 

@@ -1,9 +1,10 @@
-"""A training job of many ranks as threads: MoE layers in stages, every situation, random steps.
+"""A training job of many ranks as threads: two MoE layers, every situation, random steps.
 
 A step is drawn alike on all ranks: tokens, microbatches, capacity factor, recompute, evaluation,
 how skewed the routing is. Tokens, the rank that has padding only, and the experts without a token
-are drawn apart. Steps that drop rows are repeated by `Retry`. Stages pass nothing to each other:
-their tokens are drawn, and which collectives a rank starts must not depend on them.
+are drawn apart. Steps that drop rows are repeated by `Retry`. Layers pass nothing to each other:
+their tokens are drawn, and which collectives a rank starts must not depend on them. Stages of a
+pipeline are in `tests.gpu.table`.
 """
 
 import dataclasses
@@ -30,21 +31,14 @@ from tests.support.threads import run_on_threads
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A grid of ranks: (p * etp + i) * ep + r is rank r of the i-th group of stage p."""
+    """A grid of ranks: i * ep + r is rank r of the i-th group."""
 
     ep: int
     etp: int
-    pp: int
-    vpp: int
 
     @property
     def num_ranks(self) -> int:
-        return self.ep * self.etp * self.pp
-
-    def stages(self) -> list[list[int]]:
-        """Return the ranks of each stage."""
-        size = self.ep * self.etp
-        return [list(range(p * size, (p + 1) * size)) for p in range(self.pp)]
+        return self.ep * self.etp
 
 
 class Alone:
@@ -57,30 +51,6 @@ class Alone:
 
     def rank(self) -> int:
         return 0
-
-
-def order_of_passes(
-    stage: int, num_stages: int, num_chunks: int, num_microbatches: int
-) -> list[tuple[bool, int, int]]:
-    """Return (forward?, chunk, microbatch) in the order of Megatron's 1F1B schedules."""
-    total = num_microbatches * num_chunks
-    ahead = num_stages - stage - 1
-    if num_chunks > 1:
-        ahead = 2 * ahead + (num_chunks - 1) * num_stages
-    ahead = min(ahead, total)
-
-    def place(k: int) -> tuple[int, int]:
-        group, within = divmod(k, num_stages * num_chunks)
-        return within // num_stages, group * num_stages + within % num_stages
-
-    order = []
-    for k in range(total + ahead):
-        if k < total:
-            order.append((True, *place(k)))
-        if k >= ahead:
-            chunk, microbatch = place(k - ahead)
-            order.append((False, num_chunks - 1 - chunk, microbatch))
-    return order
 
 
 class _Chunk(torch.nn.Module):
@@ -101,15 +71,14 @@ def _groups(world: World) -> ProcessGroupCollection:
         # Only its members call this: all groups of a world would be hundreds for each rank.
         return dist.new_group(ranks, use_local_synchronization=True)
 
-    p, within = divmod(dist.get_rank(), world.ep * world.etp)
-    i, r = divmod(within, world.ep)
-    stage = world.stages()[p]
-    ep, etp = stage[i * world.ep :][: world.ep], stage[r :: world.ep]
+    i, r = divmod(dist.get_rank(), world.ep)
+    every = list(range(world.num_ranks))
+    ep, etp = every[i * world.ep :][: world.ep], every[r :: world.ep]
     alone = ("cp", "expt_dp", "tp_cp", "tp_dp_cp", "dp", "dp_cp", "pp")
     etp_group = group(etp)
     return ProcessGroupCollection(
         ep=group(ep),
-        tp_ep=group(stage),
+        tp_ep=group(every),
         tp=etp_group,
         expt_tp=etp_group,
         **{name: Alone() for name in alone},
@@ -121,10 +90,9 @@ class _Rank:
 
     def __init__(self, world: World, seed: int) -> None:
         self.world, self.seed = world, seed
-        self.stage = dist.get_rank() // (world.ep * world.etp)
         self.own = random.Random(f"{seed} {dist.get_rank()}")
         config = tiny.config(
-            num_layers=world.pp * world.vpp,
+            num_layers=2,
             num_moe_experts=max(world.ep, 4),
             hidden_size=4,
             num_attention_heads=2,
@@ -134,18 +102,15 @@ class _Rank:
             expert_tensor_parallel_size=world.etp,
             tensor_model_parallel_size=world.etp,
             sequence_parallel=world.etp > 1,
-            pipeline_model_parallel_size=world.pp,
-            virtual_pipeline_model_parallel_size=world.vpp if world.vpp > 1 else None,
-            pipeline_dtype=torch.float32,
             moe_expert_capacity_factor=1.0,
         )
         config.padded_dispatch = PaddedOptions(on_overflow="retry")
         spec = padded_spec(tiny.layer_spec()).submodules.mlp
         make = spec if callable(spec) else functools.partial(build_module, spec)
         groups = _groups(world)
-        self.layers = [make(config=config, pg_collection=groups) for _ in range(world.vpp)]
-        for chunk, layer in enumerate(self.layers):
-            layer.set_layer_number(1 + self.stage + chunk * world.pp)
+        self.layers = [make(config=config, pg_collection=groups) for _ in range(2)]
+        for number, layer in enumerate(self.layers, 1):
+            layer.set_layer_number(number)
             layer.router.gating = functools.partial(self._gating, layer.router.gating)
         self.bias = torch.zeros(config.num_moe_experts)
         chunks: list[Any] = [_Chunk(layer) for layer in self.layers]
@@ -157,7 +122,7 @@ class _Rank:
     def step(self, common: random.Random) -> None:
         """Run a step that `common` draws alike on all ranks."""
         num_tokens = common.choice([1, 2, 3, 5])
-        num_microbatches = self.world.pp * common.choice([1, 1, 1, 2])
+        num_microbatches = common.choice([1, 1, 2])
         trains = common.random() < 0.75
         factor = common.choice([0.5, 1.25, 2.0, NO_DROP, NO_DROP])
         recomputes = common.random() < 0.25
@@ -183,18 +148,17 @@ class _Rank:
     def _forward_backward(
         self, *, data_iterator: Iterator[int], num_microbatches: int, forward_only: bool = False
     ) -> list[Any]:
-        order = order_of_passes(self.stage, self.world.pp, len(self.layers), num_microbatches)
-        outputs = {}
-        for forward, chunk, microbatch in order:
-            if forward:
+        mask = torch.ones(1, self.num_tokens, dtype=torch.bool) if self.padded else None
+        waiting = []
+        for _ in range(num_microbatches):  # All forward passes, then all backward passes.
+            for layer in self.layers:
                 draw = torch.Generator().manual_seed(next(data_iterator))
                 tokens = torch.randn(self.num_tokens, 1, 4, generator=draw)
-                mask = torch.ones(1, self.num_tokens, dtype=torch.bool) if self.padded else None
                 with torch.set_grad_enabled(not forward_only):
                     tokens.requires_grad_(not forward_only)
-                    outputs[chunk, microbatch] = self.layers[chunk](tokens, padding_mask=mask)[0]
-            elif not forward_only:
-                outputs.pop((chunk, microbatch)).sum().backward()
+                    waiting.append(layer(tokens, padding_mask=mask)[0])
+        while waiting and not forward_only:
+            waiting.pop().sum().backward()
         return []
 
 
