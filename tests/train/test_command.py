@@ -68,7 +68,7 @@ def test_train_says_whether_the_loss_fell(monkeypatch, capsys, losses, code):
             "^--trace must be left out of compare, .*, got 'traces'; keep figures with --out$",
         ),
         ("--vs --out /dev/null/r.json", "^--out must .*/dev/null"),
-        ("--vs --vs --graph layer", "^--graph must be none on a CPU, got 'layer'; add"),
+        ("--vs --vs --graph layer", "^--graph must be none on a CPU, got 'layer'; run on a GPU$"),
     ],
 )
 def test_mistakes_are_found_before_there_are_workers(flags, message):
