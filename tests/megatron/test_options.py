@@ -17,6 +17,7 @@ from padded_dispatch.megatron.options import (
     add_arguments,
     from_arguments,
     read_factor_table,
+    require_options,
     to_plain,
 )
 
@@ -105,9 +106,29 @@ def test_a_table_that_changes_later_changes_no_options():
     assert options.layer_factors == {3: 1.5} and options in {PaddedOptions(layer_factors={3: 1.5})}
 
 
+@pytest.mark.parametrize(("value", "fix"), [({}, r"write PaddedOptions\("), (1, "make one$")])
+def test_options_of_another_kind_are_refused(value, fix):
+    with pytest.raises(ValueError, match=rf"^options must be PaddedOptions, got .*; {fix}"):
+        require_options("options", value)
+
+
+def test_help_shows_choices_and_defaults(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--padded-layer-factors LAYER_FACTORS factors of single layers" in text
+    assert (
+        "--padded-experts {auto,module,packed}, --experts {auto,module,packed} auto: ours" in text
+    )
+    defaults = [text.partition(" ")[0] for text in text.split("(default: ")[1:]]
+    assert defaults == ["auto)"] * 3 + ["none)"] * 2 + ["warn)", "0.0)", "none)"]
+
+
 def test_a_threshold_has_no_meaning_where_steps_are_repeated():
     with pytest.raises(ValueError, match=r"^overflow_threshold must be 0\.0 with on_overflow='re"):
         PaddedOptions(on_overflow="retry", overflow_threshold=0.1)
+    options = PaddedOptions(overflow_threshold=0.1, layer_factors={1: 2})
+    assert options != PaddedOptions(on_overflow="retry")
 
 
 def test_old_names_are_answered_with_what_replaced_them(capsys):
