@@ -12,6 +12,8 @@ import torch
 from padded_dispatch.megatron import Telemetry, watch
 from padded_dispatch.megatron.retry import dropping_nothing
 from padded_dispatch.megatron.telemetry import Reader, overflow_words
+from padded_dispatch.utils.patches import PATCHED
+from tests.support import tiny
 from tests.support.training import Model, Training, with_changes, world
 
 HALF = Model(factor=0.5, microbatches=3)
@@ -178,6 +180,15 @@ def test_each_stage_of_a_pipeline_says_what_its_layers_drop(pool2):
     stages = with_changes(HALF, {"ranks": 2, "pp": 2, "microbatches": 4})
     first, second = pool2.run(_words_of_ranks, stages)
     assert "of layer 1 found" in first[0] and "of layer 2 found" in second[0]
+
+
+def test_a_layer_by_padded_spec_says_what_it_drops_without_a_patch(caplog):
+    with tiny.one_process(), caplog.at_level(logging.WARNING, "padded_dispatch"):
+        layer = tiny.padded_layer(moe_expert_capacity_factor=0.5)
+        for _ in range(2):
+            layer(torch.randn(8, 1, tiny.HIDDEN, requires_grad=True))[0].sum().backward()
+        assert not PATCHED._saved
+    assert ["found no room at step 1 (" in text for text in said(caplog)] == [True, False]
 
 
 def test_a_microbatch_calculator_is_not_needed():
