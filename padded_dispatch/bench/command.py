@@ -36,6 +36,8 @@ _FIGURES = (
     "samples_ms",
     "host_ms",
     "sm_mhz",
+    "sustained_ms",
+    "joules",
     "phases_ms",
     "kernels_ms",
     "floor_ms",
@@ -208,9 +210,7 @@ def _figures(
     figures: dict[str, Any] = {
         "chosen": chosen(layer),
         "ms": timing.ms,
-        "samples_ms": timing.samples_ms,
-        "host_ms": timing.host_ms,
-        "sm_mhz": timing.sm_mhz,
+        **vars(timing),
         "tflops_per_gpu": least.flops / timing.ms / 1e9,
     }
     if CONTENDERS[case.contender].drops:

@@ -15,7 +15,9 @@ as Megatron's layers expect.
 """
 
 import ctypes
+import dataclasses
 import functools
+import math
 import re
 import statistics
 import time
@@ -35,6 +37,7 @@ from padded_dispatch.utils.shapes import LayerShape
 _WARMUP = 5
 _PROFILED = 4
 _NUM_BATCHES = 4
+_SUSTAINED_MS = 1000
 _SM_CLOCK = 1  # NVML_CLOCK_SM
 
 # The first pattern that matches decides.
@@ -174,13 +177,17 @@ class Timing:
     """Milliseconds per iteration on the slowest rank.
 
     `samples_ms`: one per repeat. `host_ms`: time that the host was busy; near `ms`, the host is
-    the bottleneck. `sm_mhz`: clock of this rank's multiprocessors at the end of each repeat; None
-    as in `sm_mhz`.
+    the bottleneck. `sm_mhz`: clock of this rank's multiprocessors at the end of each repeat.
+    `sustained_ms`: after a second of the same work, when the GPU has met its power cap; `joules`:
+    energy of an iteration then, the mean of the ranks. None on CPUs, and clock and energy without
+    NVIDIA's library.
     """
 
     samples_ms: list[float]
     host_ms: float
     sm_mhz: list[int] | None = None
+    sustained_ms: float | None = None
+    joules: float | None = None
 
     @property
     def ms(self) -> float:
@@ -205,11 +212,32 @@ def timed(
         # The device is idle at start and end, so the host's clock measures the device.
         _synchronize(device)
         samples.append((time.perf_counter() - start) / iterations * 1e3)
-    slowest = torch.tensor([*samples, statistics.median(hosts)], device=device)
+    *samples, host = _slowest([*samples, statistics.median(hosts)], device)
+    known = None if None in clocks else clocks
+    timing = Timing(samples_ms=samples, host_ms=host, sm_mhz=known)
+    if device.type != "cuda":
+        return timing
+    iterations = math.ceil(_SUSTAINED_MS / timing.ms)
+    before, start = None, 0.0
+    for _ in range(2):  # The first heats the GPU.
+        before, start = joules(device), time.perf_counter()
+        for number in range(iterations):
+            run(number)
+        _synchronize(device)
+    (sustained,) = _slowest([(time.perf_counter() - start) / iterations * 1e3], device)
+    used = None
+    if before is not None and (after := joules(device)) is not None:
+        mean = torch.tensor((after - before) / iterations, device=device)
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+        used = round(mean.item(), 4)
+    return dataclasses.replace(timing, sustained_ms=sustained, joules=used)
+
+
+def _slowest(numbers: list[float], device: torch.device) -> list[float]:
+    """Return the largest of all ranks for each of the numbers."""
+    slowest = torch.tensor(numbers, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    *samples, host = [round(ms, 4) for ms in slowest.tolist()]
-    known = [mhz for mhz in clocks if mhz is not None]
-    return Timing(samples_ms=samples, host_ms=host, sm_mhz=known or None)
+    return [round(number, 4) for number in slowest.tolist()]
 
 
 def kernels_ms(run: Callable[[int], object], device: torch.device) -> dict[str, float]:
@@ -262,15 +290,25 @@ def sm_mhz(device: torch.device) -> int | None:
     A rate means little without it: under load an H200 meets its power cap, and its clock falls from
     1,980 MHz by a quarter. `nvidia-smi` would take longer than what is measured.
     """
+    return _ask(device, "nvmlDeviceGetClockInfo", ctypes.c_uint(), _SM_CLOCK)
+
+
+def joules(device: torch.device) -> float | None:
+    """Return the energy that the GPU has used since the driver was loaded; None as `sm_mhz`."""
+    found = _ask(device, "nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong())
+    return None if found is None else found / 1e3
+
+
+def _ask(device: torch.device, function: str, answer: Any, *arguments: int) -> int | None:
+    """Return what a function of NVIDIA's library writes into `answer`, a number of C."""
     if device.type != "cuda":
         return None
     found = _nvml(torch.cuda.current_device() if device.index is None else device.index)
     if found is None:
         return None
     library, handle = found
-    mhz = ctypes.c_uint()
-    failed = library.nvmlDeviceGetClockInfo(handle, _SM_CLOCK, ctypes.byref(mhz))
-    return None if failed else mhz.value
+    failed = getattr(library, function)(handle, *arguments, ctypes.byref(answer))
+    return None if failed else answer.value
 
 
 @functools.cache

@@ -21,7 +21,10 @@ from torch import Tensor
 
 from padded_dispatch.utils.shapes import LayerShape
 
-_COLUMNS = ("contender", "CF", "fill", "ms", "/ stock", "/ roofline", "host ms", "GiB", "TFLOP/s")
+_COLUMNS = (
+    *("contender", "CF", "fill", "ms", "/ stock", "/ roofline", "sustained ms", "joules"),
+    *("host ms", "GiB", "TFLOP/s"),
+)
 _BURST_FLOP_PER_S = 790e12
 _SUSTAINED_FLOP_PER_S = 670e12
 _MEMORY_BYTES_PER_S = 4.3e12
@@ -116,8 +119,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return all rows as text, one block per layer, layout and routing.
 
     `/ stock`: time divided by that of stock drop-and-pad with the same factor and graph.
-    `/ roofline`: time divided by the roofline at 790 TFLOP/s. `GiB`: peak memory of tensors.
-    `TFLOP/s`: GEMMs of real rows, per GPU.
+    `/ roofline`: time divided by the roofline at 790 TFLOP/s. `sustained ms`, `joules`: see
+    `Timing`. `GiB`: peak memory of tensors. `TFLOP/s`: GEMMs of real rows, per GPU.
     """
     blocks: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -138,7 +141,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
     factor = "-" if row["capacity_factor"] is None else f"{row['capacity_factor']:g}"
     if row["error"] is not None:
-        return (_name(row), factor, "failed", *["-"] * 6)
+        return (_name(row), factor, "failed", *["-"] * 8)
     stock = next((other for other in block if _is_baseline(other, row)), None)
     return (
         _name(row),
@@ -147,6 +150,8 @@ def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
         f"{row['ms']:.3f}",
         "-" if stock is None else f"{row['ms'] / stock['ms']:.3f}",
         "-" if row["floor_ms"] is None else f"{row['ms'] / row['floor_ms']:.2f}",
+        "-" if row["sustained_ms"] is None else f"{row['sustained_ms']:.3f}",
+        "-" if row["joules"] is None else f"{row['joules']:.2f}",
         f"{row['host_ms']:.3f}",
         "-" if row["allocated_gib"] is None else f"{row['allocated_gib']:.2f}",
         f"{row['tflops_per_gpu']:.1f}",

@@ -210,6 +210,9 @@ def test_command_on_a_gpu(tmp_path):
     assert code == 0
     assert all(len(row["sm_mhz"]) == 3 for row in run["rows"])
     assert all(100 < mhz < 5000 for row in run["rows"] for mhz in row["sm_mhz"])
+    # An idle H200 takes 75 W, a busy one at most 700.
+    watts = [row["joules"] / row["sustained_ms"] * 1e3 for row in run["rows"]]
+    assert all(30 < power < 1500 for power in watts)
     rows = [row for row in run["rows"] if row["main_grad"] == "none"]
     assert len(run["rows"]) == 2 * len(rows)
     graphed = [row for row in rows if row["graph"] == "layer"]

@@ -2,11 +2,13 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import padded_dispatch
+from padded_dispatch.bench import measure
 from padded_dispatch.bench.cases import Case
 from padded_dispatch.bench.measure import batches, phase_of, phases_ms
 
@@ -66,3 +68,39 @@ def test_cases_of_one_layer_and_routing_share_their_batches():
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.logits, other.logits)
+
+
+def test_sustained_time_and_energy_are_those_of_the_second_second(monkeypatch):
+    """A clock that only `run` moves: 100 ms at first, 125 ms and 50 J from the ninth run on."""
+    runs = []
+
+    def seconds() -> float:
+        return 0.1 * min(len(runs), 8) + 0.125 * max(len(runs) - 8, 0)
+
+    def energy(handle, answer) -> int:
+        answer._obj.value = 50_000 * len(runs)  # mJ
+        return 0
+
+    def clock(handle, kind, answer) -> int:
+        answer._obj.value = 1980 - len(runs)
+        return int(kind != 1)
+
+    library = SimpleNamespace(
+        nvmlDeviceGetTotalEnergyConsumption=energy, nvmlDeviceGetClockInfo=clock
+    )
+    monkeypatch.setattr(measure, "_nvml", lambda index: (library, "a handle"))
+    monkeypatch.setattr(measure, "_meet", lambda device: None)
+    monkeypatch.setattr(measure, "_synchronize", lambda device: None)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=seconds))
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda given, device: tensor(given))
+    monkeypatch.setattr(measure.dist, "all_reduce", lambda tensor, op: None)
+    gpu = torch.device("cuda", 0)
+    found = measure.timed(runs.append, iterations=1, repeats=3, device=gpu)
+    assert found.samples_ms == [100, 100, 100] and found.sm_mhz == [1974, 1973, 1972]
+    # Twice ten runs: a second at 100 ms each.
+    assert len(runs) == 5 + 3 + 20 and runs[-10:] == list(range(10))
+    assert (found.sustained_ms, found.joules) == (125, 50)
+    monkeypatch.setattr(measure, "_nvml", lambda index: None)
+    found = measure.timed(runs.append, iterations=1, repeats=3, device=gpu)
+    assert (found.sustained_ms, found.joules, found.sm_mhz) == (125, None, None)

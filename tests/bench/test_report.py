@@ -20,12 +20,15 @@ STOCK = {
     "ms": 5.0,
     "floor_ms": 2.5,
     "host_ms": 0.5,
+    "sustained_ms": 5.5,
+    "joules": 2.75,
     "allocated_gib": 1.5,
     "tflops_per_gpu": 300.0,
     "error": None,
     "seconds": 4.2,
 }
-OURS = STOCK | {"contender": "ours", "variant": "module", "ms": 4.0, "allocated_gib": None}
+NO_GPU = dict.fromkeys(("sustained_ms", "joules", "allocated_gib"))
+OURS = STOCK | {"contender": "ours", "variant": "module", "ms": 4.0} | NO_GPU
 OTHER_FACTOR = OURS | {"capacity_factor": 2.0, "floor_ms": None}
 BROKEN = OURS | {"graph": "none", "error": "ValueError: no"}
 FUSED = OURS | {"main_grad": "fused"}
@@ -44,16 +47,16 @@ def test_table_compares_with_stock_of_the_same_factor_and_graph():
     lines = [" ".join(row.split()) for row in table(given).splitlines() if row]
     assert lines == [
         "tiny, EP 2, 64 tokens per rank, uniform",
-        "contender CF fill ms / stock / roofline host ms GiB TFLOP/s",
-        "stock-drop-pad graphed 1.25 78.0% 5.000 1.000 2.00 0.500 1.50 300.0",
-        "ours module graphed 1.25 78.0% 4.000 0.800 1.60 0.500 - 300.0",
-        "ours module graphed 2 78.0% 4.000 - - 0.500 - 300.0",
-        "ours module 1.25 failed - - - - - -",
-        "stock-dropless - 78.0% 5.000 - 2.00 0.500 1.50 300.0",
-        "ours module graphed main_grad fused 1.25 78.0% 4.000 - 1.60 0.500 - 300.0",
+        "contender CF fill ms / stock / roofline sustained ms joules host ms GiB TFLOP/s",
+        "stock-drop-pad graphed 1.25 78.0% 5.000 1.000 2.00 5.500 2.75 0.500 1.50 300.0",
+        "ours module graphed 1.25 78.0% 4.000 0.800 1.60 - - 0.500 - 300.0",
+        "ours module graphed 2 78.0% 4.000 - - - - 0.500 - 300.0",
+        "ours module 1.25 failed - - - - - - - -",
+        "stock-dropless - 78.0% 5.000 - 2.00 5.500 2.75 0.500 1.50 300.0",
+        "ours module graphed main_grad fused 1.25 78.0% 4.000 - 1.60 - - 0.500 - 300.0",
         "tiny, EP 1, 64 tokens per rank, uniform",
-        "contender CF fill ms / stock / roofline host ms GiB TFLOP/s",
-        "stock-drop-pad graphed 1.25 78.0% 5.000 1.000 2.00 0.500 1.50 300.0",
+        "contender CF fill ms / stock / roofline sustained ms joules host ms GiB TFLOP/s",
+        "stock-drop-pad graphed 1.25 78.0% 5.000 1.000 2.00 5.500 2.75 0.500 1.50 300.0",
     ]
 
 
