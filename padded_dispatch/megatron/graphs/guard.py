@@ -106,7 +106,7 @@ def install(config: Any) -> None:
 def padded_layers(chunks: list[Any]) -> list[Any]:
     """Return the transformer layers of a model that have a padded dispatcher."""
     modules = (module for chunk in chunks for module in chunk.modules())
-    return [m for m in modules if isinstance(m, TransformerLayer) and _is_padded(m)]
+    return [m for m in modules if isinstance(m, TransformerLayer) and is_padded(m.mlp)]
 
 
 def release_stores(layers: list[Any], *, captured: bool) -> None:
@@ -126,10 +126,12 @@ def state_of(layer: Any) -> tuple[Any, ...]:
 
     Two of them compare in a microsecond, as long as they hold the same objects.
     """
-    moe = layer.mlp
+    moe = layer.mlp  # A search in the module, unlike attributes of the dispatcher.
+    dispatcher = moe.token_dispatcher
+    configs, experts = dispatcher.configs, dispatcher.experts
     return (
-        (layer.training, moe.training, moe.router.training, moe.experts.training),
-        moe.token_dispatcher.configs.training,
+        (layer.training, moe.training, configs.in_training, experts.training),
+        configs.training,
         *_read_fields(vars(layer.config)),
     )
 
@@ -172,18 +174,16 @@ def _mask_of(given: dict[str, Any]) -> Invariants:
     return {"padding_mask": "absent" if given.get("padding_mask") is None else "given"}
 
 
-def _is_padded(layer: Any) -> bool:
-    return is_padded(getattr(layer, "mlp", None))
-
-
 def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def guarded_call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        run, padded = functools.partial(call, layer), _is_padded(layer)
+        run = functools.partial(call, layer)
         if not is_ours(layer.config):
             return run(*args, **kwargs)
+        moe = layer.mlp
+        padded = is_padded(moe)
         if padded:
-            _see(layer, args, kwargs)
+            _see(layer, moe, args, kwargs)
         if not layer._should_call_local_cudagraph(*args, **kwargs):
             if padded and layer._should_call_te_cudagraph(*args, **kwargs):
                 guarded = _replay if layer.cuda_graphs else _capture
@@ -200,15 +200,15 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
     return guarded_call
 
 
-def _see(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _see(layer: Any, moe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note what a pass of a padded layer has, eager or not."""
     _check_captures(layer, layer.config)
     given_context = kwargs.get("inference_context") is not None
-    layer.mlp.token_dispatcher.configs.given_context = given_context
+    moe.token_dispatcher.configs.given_context = given_context
     if layer.training:
         schedule.check_packed(layer, kwargs.get("packed_seq_params"))
         schedule.note_mask(layer, kwargs.get("padding_mask"))
-        watch.see_pass(layer.mlp, _hidden_states(args, kwargs))
+        watch.see_pass(moe, _hidden_states(args, kwargs))
 
 
 # Graphs of layers by Transformer Engine.
@@ -235,7 +235,8 @@ def end_capture() -> None:
 
 
 def _replay(layer: Any, replay: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    end_capture()
+    if _counted:
+        end_capture()
     captured = _captured.get(layer)
     if captured is None:
         return replay(*args, **kwargs)
