@@ -1,12 +1,13 @@
-"""Draw the pictures of the top README from the results files.
+"""Draw the pictures of the top README, and write its table, from the results files.
 
     python notebooks/readme_figures.py
 
-writes them to `.github/images`. Numbers come from `notebooks/results/*.json` alone: of the runs
+writes pictures to `.github/images`. Numbers come from `notebooks/results/*.json` alone: of the runs
 that hold every cell, the last one counts.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from padded_dispatch.bench.report import readme_table
+from padded_dispatch.utils.results import kernels
+
 ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
 RESULTS = ROOT / "notebooks" / "results"
 IMAGES = ROOT / ".github" / "images"
 
@@ -46,7 +51,8 @@ LOOKS = {STOCK: (ORANGE, "o"), PACKED: (GREEN, "^"), DIRECT: (BLUE, "s")}
 
 
 def main() -> None:
-    """Write the pictures."""
+    """Write the pictures and the table."""
+    README.write_text(with_table(README.read_text()))
     with matplotlib.rc_context(STYLE):
         drawn = {"idea": draw_idea(), "layer_time": draw_layer_time()}
         for name, figure in drawn.items():
@@ -56,6 +62,26 @@ def main() -> None:
             # matplotlib ends some lines with a space.
             lines = [line.rstrip() for line in path.read_text().splitlines()]
             path.write_text("\n".join(lines) + "\n")
+
+
+# The table: milliseconds of one layer, ours beside stock.
+
+
+def newest_table() -> tuple[str, dict[str, Any]]:
+    """Return the README's table in Markdown, and the metadata of the run that measured it."""
+    for run in reversed(json.loads((RESULTS / "store.json").read_text())["runs"]):
+        if (table := readme_table(run["rows"])) is not None:
+            return table, run["about"]
+    raise ValueError("store.json must hold a run with all of the README's table, got none")
+
+
+def with_table(text: str) -> str:
+    """Return the README with the table, its commit, and whether kernels have changed since."""
+    table, about = newest_table()
+    older = "" if about.get("kernels") == kernels() else ", older kernels"
+    source = f"[store.json](notebooks/results/store.json), commit {about['commit']}{older}"
+    written = r"(<!-- table: .*? -->\n).*?(<!-- table: end -->)"
+    return re.sub(written, rf"\1{table}\n\n{source}.\2", text, flags=re.DOTALL)
 
 
 # The plot: milliseconds of one layer over the capacity factor.

@@ -24,6 +24,7 @@ import torch
 
 import padded_dispatch
 from padded_dispatch import cli
+from padded_dispatch.bench import report
 from padded_dispatch.megatron import options, run
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +102,11 @@ def test_figures_of_the_readme_are_measured():
         f"{ms:.2f}" for (_, name, f), ms in times.items() if (name, f) != (figures.PACKED, 1.0)
     }
     assert shown <= labels, "run python notebooks/readme_figures.py"
+    assert figures.with_table(README.read_text()) == README.read_text(), (
+        "run python notebooks/readme_figures.py"
+    )
+    _, about = figures.newest_table()
+    assert {"machine": about["machine"], **about["versions"]} == report.README_CONDITIONS
     first_screen = README.read_text().split("## Quick start")[0]
     numbers = set(re.findall(r"\b0\.\d+\b", first_screen))
     results = (ROOT / "notebooks" / "results" / "README.md").read_text()

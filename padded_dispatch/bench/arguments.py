@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS, MainGrad
+from padded_dispatch.bench.cases import CONTENDERS, MODELS, README_FLAGS, SKEWS, MainGrad
 from padded_dispatch.utils.flags import Parser
 
 
@@ -36,6 +36,8 @@ def with_defaults(given: argparse.Namespace) -> argparse.Namespace:
         ],
     }
     known = {name: value for name, value in vars(given).items() if value is not None}
+    if given.readme:
+        known |= README_FLAGS
     return argparse.Namespace(**vars(given) | defaults | known, workers=workers)
 
 
@@ -96,14 +98,21 @@ def _parser() -> argparse.ArgumentParser:
         help="parameter gradients: none: left where they are; fused: added to fp32 buffers, as by "
         "Megatron's DDP with gradient_accumulation_fusion",
     )
+    sweeps.add_argument(
+        "--readme",
+        action="store_true",
+        help="measure the table of the README, whatever else the flags say but for --ep, print it, "
+        "and what is different from the run there",
+    )
     how = parser.add_argument_group("how to measure")
     how.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         help="device to run on (default: cuda if there is a GPU)",
     )
-    how.add_argument("--iterations", type=int, default=20, help="passes per repeat")
-    how.add_argument("--repeats", type=int, default=5, help="samples; their median counts")
+    how.add_argument(
+        "--iterations", type=int, default=20, help="passes of a sample; the median of five counts"
+    )
     how.add_argument("--phases", action="store_true", help="profile kernels (GPUs only)")
     kept = parser.add_argument_group("results")
     kept.add_argument(

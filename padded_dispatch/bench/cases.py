@@ -81,6 +81,17 @@ SKEWS: dict[str, dict[str, Any]] = {
 }
 
 
+# What the table of the top README holds, by flags.
+README_FLAGS: dict[str, Any] = {
+    "models": ["qwen3-30b-a3b", "gpt-oss-20b"],
+    "tokens": [4096],
+    "skews": ["uniform"],
+    "capacity_factors": [1.25],
+    "contenders": ["auto-graphed", "packed-graphed", "drop-pad-graphed"],
+    "main_grad": ["none", "fused"],
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One measurement, which becomes one row: a contender on one shape, routing and layout.

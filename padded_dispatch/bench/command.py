@@ -20,7 +20,7 @@ from padded_dispatch.bench.arguments import read_bench, with_defaults
 from padded_dispatch.bench.cases import CONTENDERS, Case, sweep
 from padded_dispatch.bench.layer import RoutedLayer, build, chosen, stock_flags
 from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
-from padded_dispatch.bench.report import line, roofline, table
+from padded_dispatch.bench.report import differences, line, readme_table, roofline, table
 from padded_dispatch.config import require
 from padded_dispatch.exchange.symmetric_memory import allocated_gib
 from padded_dispatch.megatron import install
@@ -57,8 +57,8 @@ class Settings:
     device: Literal["cpu", "cuda"]
     workers: int
     iterations: int
-    repeats: int
     phases: bool
+    readme: bool
     out: Path | None
     command: str
     commit: str | None
@@ -105,8 +105,8 @@ def parse(argv: list[str]) -> Settings:
         device=given.device,
         workers=given.workers,
         iterations=given.iterations,
-        repeats=given.repeats,
         phases=given.phases,
+        readme=given.readme,
         out=given.out,
         command=" ".join(["padded-dispatch bench", *argv]),
         commit=given.commit,
@@ -116,12 +116,12 @@ def parse(argv: list[str]) -> Settings:
 def _check(given: argparse.Namespace) -> None:
     if given.out is not None:
         require_results("out", given.out)
-    for name in ("iterations", "repeats"):
-        value = getattr(given, name)
-        require(value >= 1, name, value, "be at least 1")
+    require(given.iterations >= 1, "iterations", given.iterations, "be at least 1")
     num_gpus = torch.cuda.device_count()
     on_cpu = given.device == "cpu"
     require(on_cpu or num_gpus, "device", given.device, "be cpu where PyTorch sees no GPU")
+    rule = "be left out without a GPU, which its table is of"
+    require(not (on_cpu and given.readme), "readme", given.readme, rule)
     for ep in given.ep:
         divides = ep >= 1 and given.workers % ep == 0
         require(divides, "ep", ep, f"divide the number of processes, {given.workers}")
@@ -149,6 +149,9 @@ def work(settings: Settings) -> bool:
                         _report(rows[-1], settings, run)
         if dist.get_rank() == 0:
             sys.stdout.write(f"\n{table(rows)}\n")
+            if settings.readme:
+                found = readme_table(rows) or "A contender failed: no table."
+                sys.stdout.write(f"{found}\n\n{differences(run)}\n")
     return all(row["error"] is None for row in rows)
 
 
@@ -200,8 +203,7 @@ def _figures(
     held_gib = allocated_gib() if on_gpu else 0.0
     layer = build(case, flags, device)
     passes = Passes(layer, data, graphed=graphed, main_grad=case.main_grad)
-    samples = {"iterations": settings.iterations, "repeats": settings.repeats}
-    timing = timed(passes.run, **samples, device=device)
+    timing = timed(passes.run, iterations=settings.iterations, device=device)
     # Before the profiler, whose memory is no part of the layer.
     allocated = round(allocated_gib() - held_gib, 3) if on_gpu else None
     demand_BSE = _demand(case, data)

@@ -35,6 +35,7 @@ from padded_dispatch.utils.routings import routing_scores
 from padded_dispatch.utils.shapes import LayerShape
 
 _WARMUP = 5
+_REPEATS = 5
 _PROFILED = 4
 _NUM_BATCHES = 4
 _SUSTAINED_MS = 1000
@@ -195,14 +196,12 @@ class Timing:
         return statistics.median(self.samples_ms)
 
 
-def timed(
-    run: Callable[[int], object], *, iterations: int, repeats: int, device: torch.device
-) -> Timing:
+def timed(run: Callable[[int], object], *, iterations: int, device: torch.device) -> Timing:
     """Warm up, then time `run(number)`; a collective call."""
     for number in range(_WARMUP):
         run(number)
     samples, hosts, clocks = [], [], []
-    for _ in range(repeats):
+    for _ in range(_REPEATS):
         _meet(device)
         start = time.perf_counter()
         for number in range(iterations):

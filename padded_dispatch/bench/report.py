@@ -1,4 +1,4 @@
-"""Text of a run: a line for each row, a table at the end, and the roofline beside each time.
+"""Text of a run: a line for each row, tables at the end, and the roofline beside each time.
 
 The roofline is the least time that NVIDIA H200s need for the real rows of a layer. Each of the six
 GEMMs takes the longer of two times: its operations at a rate, and its operands and result through
@@ -32,6 +32,26 @@ _WIRE_BYTES_PER_S = 450e9
 _HOPS = 4
 _ELEMENT_BYTES = 2  # bf16
 _SUM_BYTES = 8  # fp32, read and written
+# What the README's own run had, by the keys of `results.about`.
+README_CONDITIONS = {
+    "machine": "2 x NVIDIA H200",
+    "python": "3.12.3",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "megatron-core": "0.19.0",
+    "transformer-engine": "2.20.2",
+}
+_README_LINES = {
+    ("qwen3-30b-a3b", "none"): "MoE layer of Qwen3-30B-A3B",
+    ("qwen3-30b-a3b", "fused"): "with gradients added to fp32 buffers",
+    ("gpt-oss-20b", "none"): "of GPT-OSS-20B",
+    ("gpt-oss-20b", "fused"): "with gradients added to fp32 buffers",
+}
+_README_COLUMNS = {
+    "ours": ("ours", "auto"),
+    "ours over NCCL": ("ours", "packed"),
+    "stock drop-and-pad": ("stock-drop-pad", None),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,3 +187,34 @@ def _name(row: dict[str, Any]) -> str:
     graphed = None if row["graph"] == "none" else "graphed"
     summed = "" if row["main_grad"] == "none" else f"main_grad {row['main_grad']}"
     return " ".join(part for part in (row["contender"], row["variant"], graphed, summed) if part)
+
+
+def readme_table(rows: list[dict[str, Any]]) -> str | None:
+    """Return the Markdown table of one command's rows; None if it lacks a cell."""
+    same = {"tokens": 4096, "skew": "uniform", "capacity_factor": 1.25, "graph": "layer"}
+    ms = {
+        (row["model"], row["main_grad"], row["contender"], row["variant"]): row["ms"]
+        for row in rows
+        if same.items() <= row.items()
+    }
+    lines = [
+        f"| milliseconds, forward and backward | {' | '.join(_README_COLUMNS)} |",
+        "|---" * (len(_README_COLUMNS) + 1) + "|",
+    ]
+    for line, name in _README_LINES.items():
+        cells = [ms.get((*line, *column)) for column in _README_COLUMNS.values()]
+        if None in cells:
+            return None
+        lines.append(f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def differences(about: dict[str, Any]) -> str:
+    """Return in which conditions a run differs from the README's, as one line."""
+    here = {"machine": about["machine"], **about["versions"]}
+    found = [
+        f"{name} {here.get(name)}, there {value}"
+        for name, value in README_CONDITIONS.items()
+        if here.get(name) != value
+    ]
+    return f"Different from the README's run: {'; '.join(found) or 'nothing'}."

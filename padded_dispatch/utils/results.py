@@ -5,6 +5,7 @@ command that measures writes the file.
 """
 
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -19,7 +20,8 @@ _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
 def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
     """Return the metadata of a run on `num_gpus` GPUs, or on a CPU.
 
-    `commit` is a Git SHA, with a -dirty suffix for uncommitted changes; None if unknown.
+    `commit` is a Git SHA, with a -dirty suffix for uncommitted changes; None if unknown. `kernels`
+    tells whether two commits have the same kernels.
     """
     import torch  # Not at the top: command lines import this module.
 
@@ -29,8 +31,15 @@ def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
         "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
         "command": command,
         "commit": commit,
+        "kernels": kernels(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def kernels() -> str:
+    """Return a digest of the files that hold the kernels."""
+    files = sorted((Path(__file__).parents[1] / "kernels").glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
 def read_runs(option: str, path: Path) -> list[dict[str, Any]]:

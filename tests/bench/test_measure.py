@@ -71,11 +71,11 @@ def test_cases_of_one_layer_and_routing_share_their_batches():
 
 
 def test_sustained_time_and_energy_are_those_of_the_second_second(monkeypatch):
-    """A clock that only `run` moves: 100 ms at first, 125 ms and 50 J from the ninth run on."""
+    """A clock that only `run` moves: 100 ms at first, 125 ms and 50 J from the eleventh run on."""
     runs = []
 
     def seconds() -> float:
-        return 0.1 * min(len(runs), 8) + 0.125 * max(len(runs) - 8, 0)
+        return 0.1 * min(len(runs), 10) + 0.125 * max(len(runs) - 10, 0)
 
     def energy(handle, answer) -> int:
         answer._obj.value = 50_000 * len(runs)  # mJ
@@ -96,11 +96,11 @@ def test_sustained_time_and_energy_are_those_of_the_second_second(monkeypatch):
     monkeypatch.setattr(torch, "tensor", lambda given, device: tensor(given))
     monkeypatch.setattr(measure.dist, "all_reduce", lambda tensor, op: None)
     gpu = torch.device("cuda", 0)
-    found = measure.timed(runs.append, iterations=1, repeats=3, device=gpu)
-    assert found.samples_ms == [100, 100, 100] and found.sm_mhz == [1974, 1973, 1972]
+    found = measure.timed(runs.append, iterations=1, device=gpu)
+    assert found.samples_ms == [100] * 5 and found.sm_mhz == [1974, 1973, 1972, 1971, 1970]
     # Twice ten runs: a second at 100 ms each.
-    assert len(runs) == 5 + 3 + 20 and runs[-10:] == list(range(10))
+    assert len(runs) == 5 + 5 + 20 and runs[-10:] == list(range(10))
     assert (found.sustained_ms, found.joules) == (125, 50)
     monkeypatch.setattr(measure, "_nvml", lambda index: None)
-    found = measure.timed(runs.append, iterations=1, repeats=3, device=gpu)
+    found = measure.timed(runs.append, iterations=1, device=gpu)
     assert (found.sustained_ms, found.joules, found.sm_mhz) == (125, None, None)

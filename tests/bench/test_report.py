@@ -1,9 +1,19 @@
 """The lines of terminal output, and the roofline, worked out by hand."""
 
+from itertools import product
+
 import pytest
 import torch
 
-from padded_dispatch.bench.report import line, roofline, table
+from padded_dispatch.bench.cases import README_FLAGS
+from padded_dispatch.bench.report import (
+    README_CONDITIONS,
+    differences,
+    line,
+    readme_table,
+    roofline,
+    table,
+)
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
 STOCK = {
@@ -91,3 +101,34 @@ def test_few_rows_wait_for_memory():
     # Two of the six write gradients: 8 bytes instead of 2 for each weight.
     more = roofline(rows_SE, shape, main_grad=True).gemm_ms - found.gemm_ms
     assert more == pytest.approx(6 * 12000 / 4.3e12 * 1e3)
+
+
+def test_a_table_has_all_cells_of_one_command_or_is_none():
+    models, contenders = README_FLAGS["models"], (("ours", "auto"), ("ours", "packed"))
+    rows = [
+        {"model": model, "main_grad": grad, "contender": name, "variant": variant, "ms": 1.0 + i}
+        for i, (model, grad, (name, variant)) in enumerate(
+            product(models, README_FLAGS["main_grad"], (*contenders, ("stock-drop-pad", None)))
+        )
+    ]
+    same = {"tokens": 4096, "skew": "uniform", "capacity_factor": 1.25, "graph": "layer"}
+    rows = [row | same for row in rows]
+    lines = (readme_table(rows) or "").splitlines()
+    assert lines[0] == (
+        "| milliseconds, forward and backward | ours | ours over NCCL | stock drop-and-pad |"
+    )
+    assert lines[2] == "| MoE layer of Qwen3-30B-A3B | 1.00 | 2.00 | 3.00 |"
+    assert lines[5] == "| with gradients added to fp32 buffers | 10.00 | 11.00 | 12.00 |"
+    for change in ({"ms": None}, {"tokens": 512}, {"graph": "none"}):  # A failed row has no ms.
+        assert readme_table([*rows[:-1], rows[-1] | change]) is None
+
+
+def test_what_differs_from_the_readmes_run():
+    versions = {name: value for name, value in README_CONDITIONS.items() if name != "machine"}
+    about = {"machine": README_CONDITIONS["machine"], "versions": versions}
+    assert differences(about) == "Different from the README's run: nothing."
+    about |= {"machine": "8 x NVIDIA B200", "versions": versions | {"triton": "3.9.0"}}
+    assert differences(about) == (
+        "Different from the README's run: machine 8 x NVIDIA B200, there 2 x NVIDIA H200; "
+        "triton 3.9.0, there 3.6.0."
+    )

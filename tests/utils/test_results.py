@@ -73,7 +73,7 @@ def test_about_has_the_metadata_of_a_run():
     # The version of a wheel may lack "+cu130".
     assert torch.__version__.startswith(about["versions"]["torch"])
     assert "CPU cores" in about["machine"]
-    assert set(about) == {"machine", "versions", "command", "commit", "date"}
+    assert set(about) == {"machine", "versions", "command", "commit", "kernels", "date"}
 
 
 def test_a_disk_that_is_full_leaves_the_old_rows(tmp_path, monkeypatch):
