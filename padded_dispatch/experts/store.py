@@ -27,6 +27,7 @@ the store, N the most rows of a pass.
 
 import dataclasses
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -146,7 +147,8 @@ class Room:
     def close(self) -> None:
         """Take the mark off the stack, once backward has issued its last use of the rows."""
         if self.stack is not None:
-            self.stack.entries = [one for one in self.stack.entries if one() is not self.entry]
+            assert self.entry is not None
+            self.stack.entries.remove(weakref.ref(self.entry))
 
 
 # Returns the room of the pass that begins, whose sources send `count_SL` rows: in a stack of a
@@ -199,7 +201,7 @@ class Store:
             self._known, self._rooms = known, _rooms_of(known[1], num_tokens)
         stack = self._stack(numbers, self._rooms[-1].limit, count_SL.device)
         last = stack.last
-        number = next(number for number in numbers if number > last)
+        number = numbers[bisect_right(numbers, last)]
         entry = Entry(number=number)
         stack.entries.append(weakref.ref(entry))
         room, mine = self._rooms[number], {"stack": stack, "entry": entry}

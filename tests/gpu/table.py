@@ -426,13 +426,15 @@ def _of_layers() -> Iterator[Row]:
 
 
 def _flat() -> Iterator[Row]:
-    """Yield trainings over two thousand steps, and steps in which waiting raises."""
+    """Yield trainings over thousands of steps, and steps in which waiting raises."""
     for ranks in (1, 2):
         for name, chosen in _chosen(ranks):
-            gpu = TRAINING | {"steps": 2000}
+            word_alone = ("EP1, pool store, alltoall", "EP2, pool store, direct")
+            steps = 10_000 if name in word_alone else 2_000
+            gpu = TRAINING | {"steps": steps}
             case = with_changes(Model(graph="layer"), chosen)
             how: dict[str, Any] = {"case": case, "ranks": ranks, "gpu": gpu, "cpu": False}
-            yield Row(check=MEMORY, name=f"2,000 steps, {name}", run=memory_is_flat, **how)
+            yield Row(check=MEMORY, name=f"{steps:,} steps, {name}", run=memory_is_flat, **how)
             if name.endswith("pool store, alltoall"):
                 fitting = with_changes(case, {"evaluates": (3, 160)})
                 how |= {"case": fitting, "gpu": TRAINING | {"steps": 500}}
