@@ -24,7 +24,7 @@ from tests.support.whole_layers import (
     stacks_are_empty,
 )
 
-RANKS = pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (1, 4), (4, 1), (2, 2), (8, 1)])
+POOLS = pytest.mark.parametrize("pool", ["store", "expert", "padded"])
 
 
 def config_of(pool: str, num_ranks: int = 1, etp_size: int = 1, **changes: Any) -> DispatchConfig:
@@ -35,15 +35,15 @@ def config_of(pool: str, num_ranks: int = 1, etp_size: int = 1, **changes: Any) 
     return DispatchConfig(**sizes, num_ranks=num_ranks, etp_size=etp_size)
 
 
-@pytest.mark.parametrize("pool", ["store", "expert"])
-@RANKS
+@POOLS
+@pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (1, 4), (4, 1), (2, 2), (8, 1)])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_layers_are_the_oracle(num_ranks, etp_size, routing, pool):
-    """Layers that overflow one after the other; for padded cells see `experts/test_padded`."""
+    """Layers that overflow one after the other."""
     check(make_case(config_of(pool, num_ranks, etp_size), [routing, "hot", "one rank"]), pool)
 
 
-@pytest.mark.parametrize("pool", ["store", "expert"])
+@POOLS
 @pytest.mark.parametrize(
     ("changes", "num_tokens"),
     [
@@ -61,7 +61,6 @@ def test_layers_are_the_oracle(num_ranks, etp_size, routing, pool):
     ids=str,
 )
 def test_every_setting_is_the_oracle(pool, changes, num_tokens):
-    """For padded cells, too, see `experts/test_padded`."""
     config = config_of(pool, 4, **changes)
     check(make_case(config, ["thin", "hot"], num_tokens=num_tokens), pool)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights
-from padded_dispatch.config import NO_DROP
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.experts import Call, plain, run
 from padded_dispatch.experts.store import Room, fitting
@@ -17,13 +16,7 @@ from padded_dispatch.kernels import layout
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from tests.support import reference
 from tests.support.device import equal, here
-from tests.support.whole_layers import ROUTINGS, check, make_case
-
-
-def config_of(num_ranks: int = 1, etp_size: int = 1, **changes: Any) -> DispatchConfig:
-    sizes = dict(num_experts=3 * num_ranks, top_k=min(3, 3 * num_ranks), capacity_factor=1.0)
-    pool: Any = dict(capacity_pool="store")
-    return DispatchConfig(**{**sizes, **pool, **changes}, num_ranks=num_ranks, etp_size=etp_size)
+from tests.support.whole_layers import check, make_case
 
 
 def offsets_of(count: list[list[int]], **room: Any) -> tuple[Any, ...]:
@@ -113,10 +106,11 @@ def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
     assert top.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_layers_are_the_oracle(routing):
-    """Of four ranks; `tests/test_dispatcher.py` has all settings."""
-    check(make_case(config_of(4), [routing, "full"]), "store")
+def test_layers_are_the_oracle():
+    """Of four ranks; `tests/test_dispatcher.py` has all routings and settings."""
+    sizes: Any = dict(num_experts=12, top_k=3, capacity_factor=1.0, num_ranks=4)
+    config = DispatchConfig(**sizes, capacity_pool="store")
+    check(make_case(config, ["thin", "hot", "full"]), "store")
 
 
 # One rank, one layer: where gradients of weights go, and dtypes.
@@ -124,7 +118,7 @@ def test_layers_are_the_oracle(routing):
 
 def one_layer(**given: Any) -> tuple[ExpertWeights, Tensor, dict[str, Tensor]]:
     """Return weights, the output of a pass, and its leaves; expert 1 of 3 has no row."""
-    config = config_of(1, capacity_factor=NO_DROP, top_k=2)
+    config = DispatchConfig(num_experts=3, top_k=2, capacity_pool="store")
     case = make_case(config, ["full"], num_tokens=5)
     leaves = {name: torch.from_numpy(v[0]) for name, v in case.layers[0].weights.items()}
     leaves |= {"tokens_TD": torch.from_numpy(case.tokens_STD[0])}

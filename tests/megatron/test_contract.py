@@ -20,7 +20,6 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoETokenDispatcher,
 )
 
-from padded_dispatch.config import DispatchConfig
 from padded_dispatch.megatron.dispatcher import CellTokenDispatcher, PackedTokenDispatcher
 from tests.support import tiny
 
@@ -108,17 +107,3 @@ def test_recomputation_runs_first_without_gradients():
     x = torch.ones(1, requires_grad=True)
     tensor_parallel.checkpoint(forward, False, x).backward()
     assert seen == [False, True] and x.grad == 2
-
-
-# Capacity: padded_dispatch/config.py
-
-
-@pytest.mark.parametrize(
-    "num_tokens, top_k, num_experts, factor",
-    [(1, 1, 1, 1.0), (13, 2, 4, 1.0), (4096, 8, 128, 1.25), (448, 6, 160, 160 / 6), (7, 3, 5, 0.1)],
-)
-def test_capacity_is_megatrons_up_to_the_number_of_tokens(num_tokens, top_k, num_experts, factor):
-    """All versions: `get_capacity`, digit for digit; the fourth case rounds to T + 1 there."""
-    theirs = moe_utils.get_capacity(num_tokens * top_k, num_experts, factor)
-    ours = DispatchConfig(num_experts=num_experts, top_k=top_k, capacity_factor=factor)
-    assert ours.capacity(num_tokens) == min(num_tokens, theirs)
