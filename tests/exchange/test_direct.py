@@ -1,4 +1,4 @@
-"""Wires on threads as ranks, from tokens to tokens, with the kernels of a GPU in the interpreter.
+"""Direct stores on threads as ranks, with the kernels of a GPU in Triton's interpreter.
 
 See `tests.support.direct_parity` for payloads, and `tests.support.thread_memory`. Memory is NaN
 before it is written.
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch.exchange import direct, symmetric_memory
-from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.exchange.symmetric_memory import Shape, buffers_of
 from padded_dispatch.routing.plan import Plan
@@ -28,7 +27,6 @@ from tests.support.direct_parity import (
     poison,
     step,
 )
-from tests.support.grids import grid
 from tests.support.thread_memory import ThreadMemory, threads_as_ranks
 from tests.support.threads import run_on_threads
 
@@ -106,33 +104,6 @@ def _after_nan() -> list[str]:
 
 def test_nothing_is_read_that_a_pass_has_not_written():
     assert run_on_threads(2, _after_nan) == [[], []]
-
-
-def _collectives(num_ranks: int, etp_size: int, layer: Layer, routing: str) -> list[str]:
-    group, etp_group, shard = grid(num_ranks, etp_size)
-    exchange = Collectives(layer.local_experts, group, etp_group, "position")
-    inputs = make_inputs(layer, routing, 0, CPU, exchange)
-    return differences(step(exchange, layer, inputs, shard), expected(layer, inputs, etp_size))
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "etp_size", "routing", "changes"),
-    [
-        (1, 1, "uniform", {}),
-        (1, 1, "none", {"level": 1}),
-        (4, 1, "same", {"slots": 3}),
-        (4, 1, "absent", {"level": 1}),
-        (1, 2, "uniform", {"level": 1}),
-        (2, 2, "idle", {"slots": 2}),
-        (2, 2, "uniform", {"slots": 7}),
-        (1, 2, "hot", {"slots": 7}),
-    ],
-    ids=str,
-)
-def test_sums_go_home_by_collectives(num_ranks, etp_size, routing, changes):
-    layer, size = dataclasses.replace(SMALL, **changes), num_ranks * etp_size
-    given = num_ranks, etp_size, layer, routing
-    assert run_on_threads(size, _collectives, *given) == [[]] * size
 
 
 # Buffers.
