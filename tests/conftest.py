@@ -29,9 +29,10 @@ settings.load_profile("padded_dispatch")
 
 
 def pytest_collection_finish() -> None:
-    """Exclude objects of imports and collection from garbage collection: they live to the end."""
+    """Leave out objects of imports and collection, and collect garbage seldom: a tenth faster."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

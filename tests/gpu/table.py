@@ -201,7 +201,7 @@ def _starved() -> Iterator[Row]:
     how: dict[str, Any] = {"gpt_oss": True, "ddp": {"overlap_grad_reduce": True}}
     for ranks, scopes in itertools.product((2, 4), (WHOLE, PARTIAL)):
         name = f"EP{ranks}: a rank without tokens in some steps, {'+'.join(scopes)}"
-        sizes = {"ranks": ranks, "ep": ranks, "steps": EAGER_STEPS + 4, "idle": "rank"}
+        sizes = {"ranks": ranks, "ep": ranks, "steps": 4, "idle": "rank"}
         small = ranks == 2 and scopes == WHOLE
         yield _replay(name, scopes=scopes, cpu=small, **sizes, **how)
     for ranks in (1, 2):
@@ -256,13 +256,21 @@ def _crowded() -> Iterator[Row]:
 
 def _masked() -> Iterator[Row]:
     """Yield padding masks that change, and packed sequences, in each kind of graph."""
+    kinds: dict[str, tuple[str, Any]] = {
+        "experts": ("module", (("moe",), WHOLE, ())),
+        "parts": ("auto", (("attn",), PARTIAL[1:2], PARTIAL[1:], PARTIAL)),
+    }
     for ranks in (1, 2):
         sizes: dict[str, Any] = {"ranks": ranks, "ep": ranks}
-        for scopes in (("moe",), WHOLE, (), ("attn",), PARTIAL[1:2], PARTIAL[1:], PARTIAL):
-            name = f"masks, EP{ranks}, {'+'.join(scopes) or 'whole layers'}"
-            other = {"evaluates": (3, 5), "gpu": {"evaluates": (3, 160)}, "fields": _SHARED}
-            small = ranks == 1 or scopes == PARTIAL
-            yield _replay(name, scopes=scopes, masked=True, cpu=small, **other, **sizes)
+        for kind, (experts, captured) in kinds.items():
+            ways: dict[str, Any] = {"eager": {}, "eager again": {}}
+            ways |= {
+                f"graphs of {scopes}": {"graph": "layer", "scopes": scopes} for scopes in captured
+            }
+            how = {"masked": True, "evaluates": (3, 5), "fields": _SHARED, **sizes}
+            how |= {"options": {"experts": experts}, "cpu": (ranks == 1) == (kind == "experts")}
+            how["gpu"] = {"options": {"experts": "auto"}, "evaluates": (3, 160)}
+            yield _trained(EAGER, f"masks, EP{ranks}, graphs of {kind}", ways, **how)
         for graph in ("local", "iteration"):
             gpu = {"ddp": {"use_distributed_optimizer": False}} if graph == "iteration" else {}
             yield _replay(f"masks, EP{ranks}, {graph}", graph, masked=True, gpu=gpu, **sizes)
@@ -271,7 +279,7 @@ def _masked() -> Iterator[Row]:
             small = masked == (ranks == 2) == (scopes != ("moe",))
             how = {"packed": True, "masked": masked, "batch": 1, "cpu": small}
             yield _replay(name, scopes=scopes, **how, **sizes)
-    deep: dict[str, Any] = {"pp": 2, "num_layers": 4, "microbatches": 4, "ranks": 2}
+    deep: dict[str, Any] = {"pp": 2, "microbatches": 4, "ranks": 2}
     yield _replay("masks, PP2", masked=True, cpu=True, **deep)
     yield _replay("masks, TP2/EP2/ETP1", masked=True, ranks=2, tp=2, ep=2)
     for scopes in (WHOLE, ("moe",), PARTIAL[1:]):
@@ -334,7 +342,7 @@ def _overlap(name: str, *, scopes: tuple[str, ...] = (), graph: str = "", **chan
     way |= changes.pop("way", {})
     graph = graph or ("layer" if scopes else "none")
     ways = {"plain": {}, "combined": {"fields": way, "graph": graph, "scopes": scopes}}
-    how = {"microbatches": 3, "steps": 4 if scopes else 2, "ranks": 2, "ep": 2, **changes}
+    how = {"microbatches": 3, "steps": 3 if scopes else 2, "ranks": 2, "ep": 2, **changes}
     return _trained(OVERLAP, name, ways, **how)
 
 

@@ -30,7 +30,8 @@ from padded_dispatch.utils.launch import torchrun_env
 
 _START_S = 120.0  # imports and rendezvous, on a busy laptop
 _PEERS_S = 2.0  # after the first error, for peers that do not wait for that rank
-_METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
+_context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+_context.set_forkserver_preload(["tests.support.training"])
 _numbers = count()
 _idle: dict[int, list["_Workers"]] = {}
 
@@ -140,17 +141,15 @@ class _Workers:
     """Processes that run functions one after another; all run the same one at a time."""
 
     def __init__(self, num_workers: int) -> None:
-        context = multiprocessing.get_context(_METHOD)
-        context.set_forkserver_preload(["tests.support.training"])
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
             for rank in range(num_workers):
-                ours, theirs = context.Pipe()
+                ours, theirs = _context.Pipe()
                 env = torchrun_env(rank, num_workers, self._store.port)
-                process = context.Process(target=_serve, args=(theirs, env), daemon=True)
+                process = _context.Process(target=_serve, args=(theirs, env), daemon=True)
                 process.start()
                 theirs.close()  # Otherwise the pipe would outlive the worker.
                 self._pipes.append(ours)
@@ -206,6 +205,7 @@ def _serve(pipe: Connection, env: dict[str, str]) -> None:
     os.environ.update(env)
     torch.set_num_threads(1)
     gc.freeze()
+    gc.set_threshold(100_000)
     with suppress(EOFError):
         while True:
             request = pipe.recv_bytes()

@@ -73,7 +73,7 @@ from tests.support.pool import forget_models
 from tests.support.rows import Findings
 
 SEED = 50
-EAGER_STEPS = 2  # before a capture
+EAGER_STEPS = 2  # before a capture, on GPUs
 NEVER_CHOSEN = -1e4  # a router bias that no logit outweighs
 _EXPERT = re.compile(r"local_experts\.(\d+)\.|(?:weight|bias)(\d+)$")
 Graph = Literal["none", "layer", "helper", "local", "iteration"]
@@ -121,7 +121,7 @@ class Model:
     counts: bool = True
     dropout: float = 0.0
     factor: float = 1.25
-    steps: int = 4
+    steps: int = 3
     microbatches: int = 2
     batch: int = 2
     seq: int = 10
@@ -139,6 +139,11 @@ class Model:
         return self.device == "cuda"
 
     @property
+    def eager_steps(self) -> int:
+        """Steps before a capture."""
+        return EAGER_STEPS if self.on_gpu else 1
+
+    @property
     def dp(self) -> int:
         """Data-parallel size of everything but the experts."""
         return self.ranks // (self.tp * self.cp * self.pp)
@@ -153,7 +158,6 @@ RETRIED = Model(
     factor=0.5,
     dropout=0.1,
     microbatches=1,
-    steps=4,
 )
 
 
@@ -195,11 +199,11 @@ def with_changes(model: Model, changes: dict[str, Any]) -> Model:
 
 
 def train(model: Model) -> Trained:
-    """Train for all steps, inside of `world`; capture after `EAGER_STEPS`."""
+    """Train for all steps, inside of `world`; capture after the eager ones."""
     training = Training(model)
     steps, report = [], None
     for number in range(model.steps):
-        if number == EAGER_STEPS:
+        if number == model.eager_steps:
             report = training.capture()
         eager = without_graphs(training.chunks) if model.mixed and number % 2 else nullcontext()
         with eager:
