@@ -32,8 +32,8 @@ from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")
 # The interpreter multiplies the bits of bf16.
-SMALL = Layer(tokens=5, width=8, top_k=2, local_experts=2, dtype=torch.float16)
-WIDE = dataclasses.replace(SMALL, tokens=9, width=16, top_k=3, local_experts=3)
+SMALL = Layer(tokens=3, width=8, top_k=2, local_experts=2, dtype=torch.float16)
+WIDE = dataclasses.replace(SMALL, tokens=5, width=16, top_k=3, local_experts=3)
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels would not be interpreted; see tests/gpu"
