@@ -1,9 +1,13 @@
 """`import padded_dispatch` needs neither torch nor Megatron, and has no side effects."""
 
+import importlib
 import subprocess
 import sys
-from pathlib import Path
 
+import pytest
+
+import padded_dispatch
+import padded_dispatch.megatron
 from tests.support.processes import ENVIRONMENT
 
 REPORT = """
@@ -66,30 +70,14 @@ def test_command_lines_import_no_torch():
     assert done.stdout == "set()\n"
 
 
-NAMES = """
-import tests.support  # without torch's compiler
-import importlib, padded_dispatch, padded_dispatch.megatron
-for package in (padded_dispatch, padded_dispatch.megatron):
+@pytest.mark.parametrize("package", [padded_dispatch, padded_dispatch.megatron])
+def test_every_public_name_is_imported_when_it_is_used(package):
+    """Also after its module, whose name may be the same, was imported by itself."""
     assert set(package._HOMES) <= set(package.__all__) <= set(dir(package))
     for name, home in package._HOMES.items():
         module = importlib.import_module(f"{package.__name__}.{home}")
-        assert getattr(package, name) is getattr(module, name), name
+        public = package.__getattr__(name), getattr(package, name), getattr(module, name)
+        assert public[0] is public[1] is public[2], name
     assert all(hasattr(package, name) for name in package.__all__)
-    try: package.nothing
-    except AttributeError as error: print(error)
-"""
-
-
-def test_every_public_name_is_imported_when_it_is_used():
-    """Also after its module, whose name may be the same, was imported by itself."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", NAMES],
-        cwd=Path(__file__).parents[1],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    packages = "padded_dispatch", "padded_dispatch.megatron"
-    words = [f"module {package!r} has no attribute 'nothing'" for package in packages]
-    assert done.stdout.splitlines() == words
+    with pytest.raises(AttributeError, match=f"^module '{package.__name__}' has no attribute 'no"):
+        package.nothing

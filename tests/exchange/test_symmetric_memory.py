@@ -5,8 +5,6 @@ No test here needs a GPU: what torch and the driver would do is replaced. `test_
 
 import ctypes
 import os
-import subprocess
-import sys
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.symmetric_memory import PeerMemory, check_group
+from tests.support.pool import WorkerError, WorkerPool
 
 CPU = torch.device("cpu")
 
@@ -55,18 +54,17 @@ def test_a_barrier_waits_as_long_as_a_collective_of_the_group(rendezvous):
     rendezvous.return_value.barrier.assert_called_once_with(channel=0, timeout_ms=45_000)
 
 
-def test_what_a_kernel_prints_outlives_an_abort():
-    program = """
-import ctypes, os
-from padded_dispatch.exchange.symmetric_memory import _line_buffer_stdout
+def _print_and_abort(path: str) -> None:
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 1)
+    symmetric_memory._line_buffer_stdout()
+    ctypes.CDLL(None).printf(b"rank 0 failed to receive signal from rank %d\n", 3)
+    os.abort()
 
-_line_buffer_stdout()
-ctypes.CDLL(None).printf(b"rank 0 failed to receive signal from rank %d\\n", 3)
-os.abort()
-"""
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    ended = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-    assert ended.stdout == "rank 0 failed to receive signal from rank 3\n"
+
+def test_what_a_kernel_prints_outlives_an_abort(tmp_path):
+    with WorkerPool(1) as pool, pytest.raises(WorkerError, match="killed by SIGABRT"):
+        pool.run(_print_and_abort, str(tmp_path / "output"))
+    assert (tmp_path / "output").read_text() == "rank 0 failed to receive signal from rank 3\n"
 
 
 def test_one_rank_or_no_gpu_is_refused():
@@ -124,17 +122,14 @@ def test_two_hosts_are_refused(machine, rendezvous):
     rendezvous.assert_not_called()
 
 
-@pytest.mark.parametrize("differs", ["boot", "namespace"])
-def test_one_name_is_not_one_host(monkeypatch, differs):
+def test_one_name_is_not_one_host(pool2):
     """Nodes, and containers on one, may share a name; processes of one container are together."""
-    code = "from padded_dispatch.exchange.symmetric_memory import _host; print(_host())"
     here = symmetric_memory._host()
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == f"{here}\n"
-    if differs == "boot":
-        monkeypatch.setattr(symmetric_memory.Path, "read_text", lambda path: "another")
-    else:
-        monkeypatch.setattr(os, "readlink", lambda path: "pid:[7]")
-    assert symmetric_memory._host() != here
+    assert pool2.run(symmetric_memory._host) == [here, here]
+    with patch.object(symmetric_memory.Path, "read_text", lambda path: "another"):
+        assert symmetric_memory._host() != here
+    with patch.object(os, "readlink", lambda path: "pid:[7]"):
+        assert symmetric_memory._host() != here
 
 
 def test_the_log_has_the_size_in_words(monkeypatch, machine, caplog):
