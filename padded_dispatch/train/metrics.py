@@ -16,6 +16,7 @@ from torch import Tensor
 
 from padded_dispatch.counters import Counters
 from padded_dispatch.exchange import symmetric_memory
+from padded_dispatch.train.model import fusions
 from padded_dispatch.train.settings import VOCABULARY, ModelShape, Settings
 from padded_dispatch.utils.results import about, append_run
 
@@ -269,4 +270,5 @@ def _identity(settings: Settings) -> dict[str, Any]:
         "policy": dispatch.drop_policy,
         "seed": recipe.seed,
         "flags": settings.flags(),
+        "fusions": fusions(settings),
     }

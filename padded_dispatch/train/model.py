@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.config import FIT
-from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
+from padded_dispatch.megatron.compat import found, iteration_graph, layer_graphs
 from padded_dispatch.megatron.installer import install, uninstall
 from padded_dispatch.train.settings import VOCABULARY, Settings
 
@@ -86,6 +86,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         **_balancing(settings),
         **_dispatcher(settings),
         **_precision(settings),
+        **fusions(settings),
     )
 
 
@@ -189,7 +190,6 @@ def _dispatcher(settings: Settings) -> dict[str, Any]:
         "moe_expert_capacity_factor": dispatch.capacity_factor,
         "moe_token_drop_policy": dispatch.drop_policy,
         "moe_pad_expert_input_to_capacity": dispatch.dispatcher == "alltoall-drop-pad",
-        "moe_permute_fusion": settings.layout.device == "cuda" and stock == "alltoall",
     }
 
 
@@ -200,13 +200,31 @@ def _precision(settings: Settings) -> dict[str, Any]:
             "params_dtype": torch.bfloat16,
             "pipeline_dtype": torch.bfloat16,
             "moe_grouped_gemm": True,
-            # Megatron's fused quick-GEGLU creates a CUDA tensor from a number in every call (0.16.1
-            # to 0.19.0, `weighted_bias_quick_geglu_impl`), which a capture forbids.
-            "bias_activation_fusion": not settings.model.gpt_oss,
-            # TEGroupedMLP raises if it comes with bias (0.16.1 to 0.19.0).
-            "bias_dropout_fusion": not settings.model.gpt_oss,
         }
     return {"pipeline_dtype": torch.float32}
+
+
+def fusions(settings: Settings) -> dict[str, Any]:
+    """Return Megatron's fused kernels, which production sets: on for all contenders if they exist.
+
+    On CPUs there are none.
+    """
+    if settings.layout.device == "cpu":
+        return {}
+    gpt_oss, captured = settings.model.gpt_oss, settings.output.graph in ("layer", "full-iteration")
+    return {
+        "moe_router_fusion": True,
+        "moe_permute_fusion": settings.dispatch.dispatcher.startswith("alltoall"),
+        # The output layer needs Apex for it.
+        "gradient_accumulation_fusion": bool(
+            found("tensor_parallel.layers._grad_accum_fusion_available")
+        ),
+        # Megatron's fused quick-GEGLU creates a CUDA tensor from a number in every call (0.16.1 to
+        # 0.19.0, `weighted_bias_quick_geglu_impl`), which a capture forbids.
+        "bias_activation_fusion": not (gpt_oss and captured),
+        # TEGroupedMLP raises if it comes with bias (0.16.1 to 0.19.0).
+        "bias_dropout_fusion": not gpt_oss,
+    }
 
 
 def learning_rate(peak: float, step: int, num_steps: int) -> float:

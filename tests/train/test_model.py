@@ -1,4 +1,4 @@
-"""The learning rate, Adam over the gradients that Megatron's DDP keeps, and fields for graphs."""
+"""The learning rate, Adam over the gradients of Megatron's DDP, fields for graphs and fusions."""
 
 import dataclasses
 from itertools import pairwise
@@ -10,8 +10,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from padded_dispatch.train.arguments import parse
-from padded_dispatch.train.model import TorchAdam, graph_fields, learning_rate
-from padded_dispatch.train.settings import Settings
+from padded_dispatch.train.model import TorchAdam, fusions, graph_fields, learning_rate
+from padded_dispatch.train.settings import PRESETS, Settings
 
 SCOPES = (
     "cuda_graph_modules"
@@ -90,3 +90,22 @@ def test_graphs_set_fields_of_the_config():
         assert (whole["cuda_graph_impl"], whole[SCOPES]) == ("full_iteration", [])
     else:
         assert (whole["cuda_graph_impl"], whole[SCOPES]) == ("local", ["full_iteration"])
+
+
+def test_fusions_are_on_for_all_contenders_where_they_exist():
+    """Megatron-Core has no extension for sums here; its fused activation of GPT-OSS no graph."""
+    names = ("moe_router_fusion", "moe_permute_fusion", "gradient_accumulation_fusion")
+    names += ("bias_activation_fusion", "bias_dropout_fusion")
+    gpt_oss = PRESETS["gpt-oss-20b"].model
+    for graph, dispatcher, model, expected in (
+        ("layer", "alltoall-drop-pad", None, (True, True, False, True, True)),
+        ("layer", "padded_alltoall", None, (True, False, False, True, True)),
+        ("none", "allgather", gpt_oss, (True, False, False, True, False)),
+        ("partial", "alltoall", gpt_oss, (True, True, False, True, False)),
+        ("layer", "alltoall-drop-pad", gpt_oss, (True, True, False, False, False)),
+        ("full-iteration", "padded_alltoall", gpt_oss, (True, False, False, False, False)),
+    ):
+        settings = on_a_gpu(graph, dispatcher)
+        settings = dataclasses.replace(settings, model=model or settings.model)
+        assert fusions(settings) == dict(zip(names, expected, strict=True))
+    assert fusions(parse(["--device", "cpu", "--workers", "2"])) == {}
