@@ -25,6 +25,7 @@ _COLUMNS = (
     *("contender", "CF", "fill", "ms", "/ stock", "/ roofline", "sustained ms", "joules"),
     *("host ms", "GiB", "TFLOP/s"),
 )
+_HOST_BOUND = 0.8  # share of a time from which on the host decides it
 _BURST_FLOP_PER_S = 790e12
 _SUSTAINED_FLOP_PER_S = 670e12
 _MEMORY_BYTES_PER_S = 4.3e12
@@ -138,9 +139,10 @@ def line(row: dict[str, Any]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return all rows as text, one block per layer, layout and routing.
 
-    `/ stock`: time divided by that of stock drop-and-pad with the same factor and graph.
-    `/ roofline`: time divided by the roofline at 790 TFLOP/s. `sustained ms`, `joules`: see
-    `Timing`. `GiB`: peak memory of tensors. `TFLOP/s`: GEMMs of real rows, per GPU.
+    `(host)`: the host decides the time. `/ stock`: time divided by that of stock drop-and-pad with
+    the same factor and graph. `/ roofline`: time divided by the roofline at 790 TFLOP/s.
+    `sustained ms`, `joules`: see `Timing`. `GiB`: peak memory of tensors. `TFLOP/s`: GEMMs of real
+    rows, per GPU.
     """
     blocks: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -163,11 +165,13 @@ def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
     if row["error"] is not None:
         return (_name(row), factor, "failed", *["-"] * 8)
     stock = next((other for other in block if _is_baseline(other, row)), None)
+    on_gpu = row["allocated_gib"] is not None
+    waits = on_gpu and row["host_ms"] > _HOST_BOUND * row["ms"]
     return (
         _name(row),
         factor,
         "-" if row["fill"] is None else f"{row['fill']:.1%}",
-        f"{row['ms']:.3f}",
+        f"{row['ms']:.3f}{' (host)' if waits else ''}",
         "-" if stock is None else f"{row['ms'] / stock['ms']:.3f}",
         "-" if row["floor_ms"] is None else f"{row['ms'] / row['floor_ms']:.2f}",
         "-" if row["sustained_ms"] is None else f"{row['sustained_ms']:.3f}",

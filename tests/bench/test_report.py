@@ -53,7 +53,7 @@ def test_line():
 
 
 def test_table_compares_with_stock_of_the_same_factor_and_graph():
-    given = [STOCK, OURS, OTHER_FACTOR, BROKEN, DROPLESS, FUSED, STOCK | {"ep": 1}]
+    given = [STOCK, OURS, OTHER_FACTOR, BROKEN, DROPLESS, FUSED, STOCK | {"ep": 1, "host_ms": 4.1}]
     lines = [" ".join(row.split()) for row in table(given).splitlines() if row]
     assert lines == [
         "tiny, EP 2, 64 tokens per rank, uniform",
@@ -66,7 +66,7 @@ def test_table_compares_with_stock_of_the_same_factor_and_graph():
         "ours module graphed main_grad fused 1.25 78.0% 4.000 - 1.60 - - 0.500 - 300.0",
         "tiny, EP 1, 64 tokens per rank, uniform",
         "contender CF fill ms / stock / roofline sustained ms joules host ms GiB TFLOP/s",
-        "stock-drop-pad graphed 1.25 78.0% 5.000 1.000 2.00 5.500 2.75 0.500 1.50 300.0",
+        "stock-drop-pad graphed 1.25 78.0% 5.000 (host) 1.000 2.00 5.500 2.75 4.100 1.50 300.0",
     ]
 
 
