@@ -1,4 +1,8 @@
-"""The specification itself: worked by hand where small, and its gradients against differences."""
+"""The specification: its store and cells by hand, its gradients against differences.
+
+Selection, plans, the wire and water levels are worked by hand where the package's code is tested,
+which equals them.
+"""
 
 import math
 
@@ -11,61 +15,6 @@ from tests.support import reference
 
 def bools(*rows: str) -> np.ndarray:
     return np.array([[letter == "x" for letter in row] for row in rows])
-
-
-def test_select_keeps_the_most_probable_or_the_first():
-    map_TE = bools("x", "x", ".", "x")
-    probs_TE = np.array([[0.2], [0.5], [0.9], [0.5]])
-    kept = {
-        (policy, capacity): np.flatnonzero(
-            reference.select(map_TE, probs_TE, capacity=capacity, policy=policy).kept_TE
-        ).tolist()
-        for policy in ("probs", "position")
-        for capacity in (1, 2, 4)
-    }
-    assert kept == {
-        ("probs", 1): [1],
-        ("probs", 2): [1, 3],
-        ("probs", 4): [0, 1, 3],
-        ("position", 1): [0],
-        ("position", 2): [0, 1],
-        ("position", 4): [0, 1, 3],
-    }
-
-
-def test_padding_tokens_ask_for_nothing():
-    found = reference.select(
-        bools("x", "x"), np.ones((2, 1)), capacity=1, policy="probs", mask_T=np.array([True, False])
-    )
-    assert found.kept_TE.tolist() == [[False], [True]]
-    assert found.demand_E.tolist() == [1] and found.probs_TE.tolist() == [[0], [1]]
-
-
-def test_a_plan_numbers_rows_by_token():
-    # Token 2 has three experts, one more than K.
-    plan = reference.plan(bools("xx..", ".x.x", "x.xx", "...."), top_k=2)
-    assert plan.expert_TK.tolist() == [[0, 1], [1, 3], [0, 2], [-1, -1]]
-    assert plan.place_TK.tolist() == [[0, 0], [1, 0], [1, 0], [-1, -1]]
-    assert plan.kept_E.tolist() == [2, 2, 1, 1]
-    assert plan.num_unplaced == 1
-
-
-@pytest.mark.parametrize(("policy", "left"), [("probs", [1, 0]), ("position", [0, 0])])
-def test_the_wire_takes_the_most_probable_tokens_or_the_first(policy, left):
-    """Both tokens ask for both ranks; for rank 0, token 1 is more probable in sum."""
-    probs_TE = np.array([[0.5, 0.0, 0.9, 0.0], [0.4, 0.2, 0.1, 0.0]])
-    given = dict(num_slots=1, num_ranks=2, policy=policy)
-    kept_TE = reference.strike(bools("x.x.", "xxx."), probs_TE, **given)
-    assert [np.flatnonzero(kept_TE[:, e]).tolist() for e in (0, 2)] == [[one] for one in left]
-    assert kept_TE[:, :2].any(1).sum() == 1
-    assert reference.strike(bools("x.x."), probs_TE[:1], **given).tolist() == [[1, 0, 1, 0]]
-
-
-@pytest.mark.parametrize(
-    ("space", "level"), [(6, math.inf), (5, 2), (4, 1), (3, 1), (2, 0), (0, 0), (-1, 0)]
-)
-def test_a_water_level(space, level):
-    assert reference.water_level(np.array([[3, 1], [2, 0]]), space) == level
 
 
 def test_a_store_leaves_later_layers_their_share():

@@ -6,6 +6,7 @@ Every function here runs on all ranks of a pool. If the run returns one error pe
 left waiting.
 """
 
+import os
 from typing import Any
 
 import pytest
@@ -135,14 +136,17 @@ def test_another_layer_is_seen(pool2, numbers, chosen, callers):
         )
 
 
-def _one_more_call(rank: int) -> str:
+def _one_more_call(rank: int, device: str = "cpu") -> str:
     """Return the error of the rank that makes a third call, while its peer is in a collective."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     group = dist.new_group()
     config = DispatchConfig(num_experts=4, top_k=2, num_ranks=2)
     with pytest.MonkeyPatch.context() as monkeypatch:
+        # NCCL's own watchdog has the group's limit; this wait must end long before.
         monkeypatch.setattr(agreement_module, "time_limit", lambda group: 1.0)
         dispatcher = PaddedDispatcher(config, group=group)
-    tokens_TD, probs_TE = torch.ones(3, 2), torch.ones(3, 4)
+    tokens_TD, probs_TE = torch.ones(3, 8, device=device), torch.ones(3, 4, device=device)
     words = ""
     for _ in range(2):
         dispatcher.dispatch(tokens_TD, probs_TE, probs_TE > 0)
@@ -150,10 +154,18 @@ def _one_more_call(rank: int) -> str:
         with pytest.raises(AbsentRanksError) as caught:
             dispatcher.dispatch(tokens_TD, probs_TE, probs_TE > 0)
         words = str(caught.value)
-    summed = torch.ones(5, 5)
+    summed = torch.ones(5, 5, device=device)
     dist.all_reduce(summed, group=group)
-    assert torch.equal(summed, torch.full((5, 5), 2.0))
+    assert (summed == 2).all()
     return words
+
+
+@pytest.mark.multi_gpu
+def test_a_rank_that_waits_beside_nccl_raises(gpu_pools):
+    words, nothing = gpu_pools[2].run(_one_more_call, 0, "cuda", timeout_s=120)
+    assert nothing == "" and words.startswith(
+        "all 2 ranks of the layer must come to call 4 of disp"
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])

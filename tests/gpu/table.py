@@ -18,7 +18,6 @@ from padded_dispatch.megatron import PaddedOptions
 from tests.support.direct_parity import Layer, eager_differs, replay_differs
 from tests.support.generation import GenerationCase, drops, generates_as_stock
 from tests.support.layer_parity import LayerCase, layer_agrees
-from tests.support.layer_replays import RoutingCase, routings_equal_eager
 from tests.support.training import (
     EAGER_STEPS,
     RETRIED,
@@ -30,13 +29,11 @@ from tests.support.training import (
 )
 
 WHOLE, PARTIAL = ("attn", "moe"), ("attn", "moe_router", "moe_preprocess")
-RANKS = (1, 2, 4, 8)
 VERSION = (package_info.MAJOR, package_info.MINOR)
 
 EAGER = "replay equals eager training"
 RETRY = "repeated steps equal training that never drops"
 OVERLAP = "the combined schedule equals the plain one"
-ROUTINGS = "replays equal eager runs over many routings"
 MEMORY = "memory is flat"
 WAITS = "replays do not wait"
 LAYER = "a layer is at parity with stock"
@@ -114,7 +111,7 @@ class Row:
 
 def table() -> list[Row]:
     """Return all rows, those with few ranks first."""
-    rows = [*_replayed(), *_retried(), *_overlapped(), *_quantized(), *_of_layers(), *_flat()]
+    rows = [*_replayed(), *_retried(), *_overlapped(), *_quantized(), *_flat()]
     rows += [*_in_flight(), *_generating(), *_at_parity(), *_stored_directly()]
     assert len({(row.check, row.name) for row in rows}) == len(rows), "each row has its own name"
     return sorted(rows, key=lambda row: row.ranks)
@@ -406,31 +403,6 @@ def _quantized() -> Iterator[Row]:
         fields = {"fp8": _RECIPES[recipe], "fp8_recipe": recipe}
         gpu |= {"fields": fields, "options": {"experts": "module"}}
         yield _replay(f"fp8 {recipe}, EP{ranks}, {graph}", graph, ranks=ranks, ep=ranks, gpu=gpu)
-
-
-def _of_layers() -> Iterator[Row]:
-    """Yield a thousand routings of a captured layer."""
-    gpu: dict[str, Any] = {
-        "device": "cuda",
-        "num_routings": 1000,
-        "num_experts": 32,
-        "top_k": 4,
-        "hidden": 576,
-        "ffn": 576,
-        "seq": 256,
-    }
-    for ranks in RANKS:
-        where: dict[str, Any] = {"ranks": ranks, "gpu": gpu}
-        cases = {"module": RoutingCase(ranks=ranks)}
-        for name, chosen in _chosen(ranks):
-            options = PaddedOptions(**chosen["options"])
-            cases[name] = RoutingCase(ranks=ranks, options=options)
-        cases["nothing dropped"] = RoutingCase(ranks=ranks, factor=None)
-        for name, case in cases.items():
-            small = ranks == 2 and name == "module"
-            full_name = f"1,000 routings, EP{ranks}, {name}"
-            run = {"run": routings_equal_eager, "case": case, "cpu": small}
-            yield Row(check=ROUTINGS, name=full_name, **run, **where)
 
 
 def _flat() -> Iterator[Row]:

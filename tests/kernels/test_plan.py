@@ -12,7 +12,7 @@ from padded_dispatch.kernels import plan
 from padded_dispatch.routing.plan import choice_probs, plan_in_torch
 from tests.support.device import DEVICE, equal, few, here
 from tests.support.routing_cases import RoutingCase, routing_cases
-from tests.support.routings import routing_map
+from tests.support.routings import LARGE, large_map, routing_map
 
 EXAMPLE_TE = torch.tensor([[True, False, True], [False, False, True], [False, False, False]])
 
@@ -47,6 +47,21 @@ def test_blocks_of_several_tiles(monkeypatch, skew):
     assert_are_torchs(map_TE.t(), 150)  # Not contiguous; K beyond E.
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_tokens", "num_experts"), LARGE)
+@pytest.mark.parametrize("top_k", [8, 5])
+def test_plan_of_any_size(cuda, num_tokens, num_experts, top_k):
+    map_TE, probs_TE = large_map(num_tokens, num_experts)
+    assert_are_torchs(map_TE.cpu(), top_k)
+    expert_TK = plan_in_torch(map_TE.cpu(), top_k)[0]
+    weight_TK, grads = torch.rand(num_tokens, top_k), []
+    for device in ("cuda", "cpu"):
+        leaf_TE = probs_TE.detach().to(device).requires_grad_()
+        choice_probs(leaf_TE, expert_TK.to(device)).backward(weight_TK.to(device))
+        grads.append(leaf_TE.grad)
+    equal(tuple(grads))
+
+
 @pytest.mark.parametrize("run", [plan.ChoiceProbs.apply, choice_probs])
 def test_choice_probs_example(run):
     probs_TE, expert_TK = here(torch.tensor([[0.2, 0.7, 0.1]])), here([[0, 2, -1]]).int()
@@ -72,7 +87,7 @@ def test_probs_and_their_gradient(monkeypatch, num_tokens, num_experts, top_k, d
     generator = torch.Generator().manual_seed(0)
     map_TE = torch.from_numpy(routing_map(num_tokens, num_experts, top_k))
     map_TE[1::3] = False
-    expert_TK = plan_in_torch(map_TE, top_k)[0]
+    expert_TK = plan_in_torch(map_TE.cpu(), top_k)[0]
     probs_TE = torch.rand(num_tokens, num_experts, generator=generator, dtype=dtype)
     probs_TE = probs_TE.masked_fill(~map_TE, torch.nan).requires_grad_()
     expected_TK = choice_probs(probs_TE, expert_TK)

@@ -12,7 +12,7 @@ from padded_dispatch.kernels import select
 from padded_dispatch.routing.select import kept_map_in_torch
 from tests.support.device import equal, here_if_tensor
 from tests.support.routing_cases import RoutingCase, routing_cases
-from tests.support.routings import routing_map
+from tests.support.routings import LARGE, large_map, routing_map
 
 # Divides the smallest maps among several programs, and the scores of an expert among steps.
 SMALL = {"_TILE": 8, "_BLOCK": 32}
@@ -66,6 +66,19 @@ def test_select_of_many_tokens_in_odd_sizes(skew, policy):
     generator = torch.Generator().manual_seed(1)
     probs_TE = torch.rand(259, 37, generator=generator).mul(8).round()
     assert_is_torch(map_TE, probs_TE, 20, policy, _TILE=1024, _BLOCK=128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("num_tokens", "num_experts"), LARGE)
+def test_selection_of_any_size(cuda, policy, dtype, num_tokens, num_experts):
+    """With an expert that all tokens ask for."""
+    map_TE, probs_TE = large_map(num_tokens, num_experts)
+    arguments = map_TE, probs_TE.to(dtype), num_tokens * 8 // num_experts, policy
+    found, expected = select.kept_map(*arguments), kept_map_in_torch(*arguments)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert (found[0] != map_TE).any()
 
 
 def test_more_rows_than_slots_never_stay():

@@ -270,13 +270,7 @@ def gpt(
 
 
 def generate(case: GenerationCase, model: Any, given: list[Tensor] | None = None) -> Generated:
-    """Let the static engine generate from this rank's prompts, greedily.
-
-    Args:
-        case: the requests.
-        model: see `gpt`.
-        given: take these tokens instead, [steps, B].
-    """
+    """Let the static engine generate from this rank's prompts, greedily, or take `given` tokens."""
     inference_utils.moe_layer_cache = None  # Megatron keeps the first model's layers.
     prompts, max_batch = prompts_of(case, dist.get_rank()), len(case.prompts)
     found, config = Generated(), model.config
@@ -316,12 +310,7 @@ def generate(case: GenerationCase, model: Any, given: list[Tensor] | None = None
 
 
 def generates_as_stock(case: GenerationCase) -> Findings:
-    """Compare the models. Runs on all `case.ranks` ranks of the default group.
-
-    `facts`: `error` and `stock_error`, the root mean square against fp32, and `limit` of the first;
-    `other_tokens`, the steps and requests in which another logit is the largest than in fp32, of
-    `tokens`; `dropped` rows; `graphs`, captured layers and shapes.
-    """
+    """Compare the models, by the root mean square against fp32. Runs on all ranks."""
     with _world(case):
         dtype = torch.bfloat16 if case.on_gpu else torch.float32
         exact_dtype = torch.float32 if case.on_gpu else torch.float64

@@ -27,14 +27,7 @@ LOSS_SCALE = 2.0**18
 def ddp_chunks(
     config: TransformerConfig, ddp: DistributedDataParallelConfig, *, vocab: int, seq: int
 ) -> list[Any]:
-    """Build this rank's chunks, each in Megatron's DDP; on GPUs, if there are any.
-
-    Args:
-        config: of the model; its stages, precision and layers of multi-token prediction count.
-        ddp: of all chunks.
-        vocab: size of the vocabulary.
-        seq: largest length of a sequence.
-    """
+    """Build this rank's chunks, each in Megatron's DDP; on GPUs, if there are any."""
     on_gpu, vpp = not config.use_cpu_initialization, config.virtual_pipeline_model_parallel_size
     chunks = []
     for stage in range(vpp or 1):

@@ -36,10 +36,8 @@ class Writer:
 def stand_in(monkeypatch: Any, sizes: Any) -> Any:
     """Put the module into `sys.modules`; `sizes` has `microbatches`, `seq` and `batch`.
 
-    Returns:
-        The module. `lines`: step and means of each line that was printed. `calls`: the
-        forward-backward function of each step. `before`: if set, called with the number of each
-        step before it.
+    `lines`: step and means of each line that was printed. `calls`: the forward-backward function of
+    each step. `before`: if set, called with the number of each step before it.
     """
     module: Any = ModuleType(MODULE)
     module.lines, module.calls = [], []

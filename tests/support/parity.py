@@ -45,12 +45,7 @@ class Errors:
 
 @contextmanager
 def megatron(device: str, **sizes: Any) -> Iterator[None]:
-    """Set Megatron up on this rank's device, with `padded_alltoall` installed.
-
-    Args:
-        device: "cpu" or "cuda".
-        sizes: arguments of `parallel_state.initialize_model_parallel`.
-    """
+    """Set Megatron's groups of these sizes up, with `padded_alltoall` installed."""
     with ExitStack() as stack:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -75,10 +70,7 @@ def end_gloo_groups(kept: set[Any]) -> None:
 def compare(
     ours: dict[str, Tensor], stock: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Errors]:
-    """Apply the rule to every tensor, by name.
-
-    The ranks that have a tensor of this name are pooled: the largest error, the largest value.
-    """
+    """Apply the rule to every tensor, by name, over all ranks that have one of this name."""
     assert ours.keys() == stock.keys() == exact.keys()
     mine = {
         name: [

@@ -49,17 +49,7 @@ class WorkerError(RuntimeError):
 
 
 class WorkerPool:
-    """Worker processes with a default process group, which is made in the first `run`.
-
-    Args:
-        num_workers: processes, the ranks of the default group.
-        backend: backend of the default group. The functions choose their device themselves.
-
-    Example:
-        >>> with WorkerPool(2) as pool:
-        ...     pool.run(torch.distributed.get_rank)
-        [0, 1]
-    """
+    """Worker processes with a default process group, which is made in the first `run`."""
 
     def __init__(self, num_workers: int, *, backend: str = "gloo") -> None:
         self.num_workers = num_workers
@@ -69,14 +59,8 @@ class WorkerPool:
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Call `fn(*args)` on every worker and return the results by rank.
 
-        Args:
-            fn: a function at the top level of a module; it, `args` and the result are pickled.
-            *args: its arguments.
-            timeout_s: seconds after which a worker without an answer has failed.
-
-        Raises:
-            WorkerError: a worker raised, died or did not answer. Unless all of them raised, some
-                may be stuck in a collective: all are ended, and the next `run` starts new ones.
+        Unless all of them raised, some may be stuck in a collective after an error: all are ended,
+        and the next `run` starts new ones.
         """
         if self._workers is None:
             idle = _idle.get(self.num_workers) or [_Workers(self.num_workers)]

@@ -131,15 +131,7 @@ def places(map_TE: NDArray) -> NDArray:
 
 @dataclass
 class Store:
-    """The store of one rank: the rows that each layer of a pass keeps.
-
-    Attributes:
-        rows_Y: rows that each layer adds to the store.
-        shares_Y: rows of each layer in perfect balance.
-        most_Y: the most rows of each layer.
-        kept_Y: rows of the layers so far.
-        asked_Y: rows that they asked for.
-    """
+    """The store of one rank: rows that a layer adds, has in balance, at most, kept, asked for."""
 
     rows_Y: Sequence[int]
     shares_Y: Sequence[int]
@@ -183,14 +175,9 @@ def counts(map_STE: NDArray, rank: int, num_ranks: int) -> NDArray:
 def layer(
     tokens_STD: NDArray, probs_STE: NDArray, rows_STE: NDArray, weights: Arrays, activation: Any
 ) -> NDArray:
-    """Compute a layer: [S, T, D].
+    """Compute a layer, [S, T, D], of the rows that count.
 
-    Args:
-        tokens_STD: tokens of all sources.
-        probs_STE: their probabilities.
-        rows_STE: bool, the rows that count.
-        weights: by the names of `ExpertWeights`, of all shards and experts: [I, E, ...].
-        activation: an `Activation`, whose fields are read.
+    Weights have the names of `ExpertWeights`, and are of all shards and experts: [I, E, ...].
     """
     out_STD = np.zeros_like(tokens_STD)
     for e, here, of_shards in _experts(rows_STE, weights):
@@ -286,12 +273,7 @@ def _curve(function: str, x: NDArray) -> tuple[NDArray, NDArray]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cells:
-    """What the experts of one rank read in padded cells: [L, S, C, ...], 0 in padded rows.
-
-    Attributes:
-        source_LSC: of each row; -1 in padded ones.
-        token_LSC: likewise.
-    """
+    """What the experts of one rank read in padded cells, 0 in padded rows, whose source is -1."""
 
     rows_LSCD: NDArray
     probs_LSC: NDArray

@@ -60,12 +60,7 @@ class Findings:
 
 
 class Rows:
-    """Rows of one run. The results file is complete after each row; a failure does not end the run.
-
-    Args:
-        arguments: the parsed flags of `add_results`.
-        num_gpus: number of GPUs that the run uses; 0 means the CPU.
-    """
+    """Rows of one run. The results file is complete after each row; a failure does not end it."""
 
     def __init__(self, arguments: argparse.Namespace, num_gpus: int) -> None:
         os.environ.update(ENVIRONMENT)
@@ -98,11 +93,7 @@ def found_by(
 ) -> dict[str, Any]:
     """Run a check on all ranks; return the fields of a row: facts, failures, passed, seconds.
 
-    Args:
-        pool: with as many workers as the check has ranks; ended after an error.
-        run: returns its `Findings` on each rank.
-        *given: its arguments.
-        timeout_s: the time limit.
+    The pool is ended after an error.
     """
     started, facts = time.monotonic(), None
     try:

@@ -64,15 +64,7 @@ def fsdp_on_cpu() -> Iterator[None]:
 
 
 def losses(dispatcher: str, strategy: str, *, ep: int, steps: int, **options: Any) -> list[float]:
-    """Train for some steps on this rank's tokens, and return the losses.
-
-    Args:
-        dispatcher: the name of Megatron's, or ours.
-        strategy: what is sharded: `data_parallel_sharding_strategy`.
-        ep: ranks of the expert-parallel group.
-        steps: of SGD; the last one has the tokens of the first.
-        options: of the padded dispatcher.
-    """
+    """Train for some steps on this rank's tokens, the last on those of the first; return losses."""
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     config = tiny.config(

@@ -18,11 +18,7 @@ from padded_dispatch.exchange import direct, symmetric_memory
 
 
 class ThreadMemory:
-    """`PeerMemory` of threads.
-
-    Attributes:
-        num_barriers: how often each rank came to a barrier, of all its memories.
-    """
+    """`PeerMemory` of threads; `num_barriers` is how often each rank came to a barrier."""
 
     num_barriers: ClassVar[dict[int, int]] = {}
 

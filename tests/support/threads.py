@@ -76,12 +76,7 @@ class _Turns:
 
 
 class ThreadGroup(dist.ProcessGroup):
-    """A process group of threads.
-
-    Attributes:
-        ranks: of the default group, in this group's order.
-        own_rank: this thread's rank in the default group.
-    """
+    """A process group of threads; `ranks` and `own_rank` are those in the default group."""
 
     turns: _Turns
 
@@ -171,8 +166,7 @@ class ThreadedMirror:
 def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `fn(*args)` on every rank of a default group and return the results by rank.
 
-    Raises:
-        RuntimeError: from the first error of a rank, after all other ranks have ended.
+    The first error of a rank is raised after all other ranks have ended.
     """
     results: list[Any] = [None] * num_ranks
     turns, store = _Turns(num_ranks), dist.HashStore()

@@ -171,12 +171,7 @@ class Trained:
 
 
 def ways_agree(model: Model, ways: dict[str, dict[str, Any]]) -> Findings:
-    """Train in each way, and compare it with the first one; runs on all ranks.
-
-    Args:
-        model: what all ways share.
-        ways: changes of the model, by the name of the way; dictionaries are added to its own.
-    """
+    """Train in each way, a change of the model, and compare with the first; runs on all ranks."""
     differing, facts, broken, first = {}, {}, [], None
     changed = {name: with_changes(model, changes) for name, changes in ways.items()}
     with world(*changed.values()):
@@ -277,10 +272,7 @@ def memory_is_flat(model: Model) -> Findings:
 
 
 def replays_do_not_wait(model: Model) -> Findings:
-    """Train with graphs while calls that wait for the GPU raise in replayed passes and telemetry.
-
-    Five more steps run under the profiler; the facts count their copies, waits and graph launches.
-    """
+    """Train while calls that wait for the GPU raise in replays; profile five steps."""
     with world(model):
         training = Training(model)
         telemetry, reads = Telemetry(training.chunks, every=7), 0
@@ -372,12 +364,7 @@ def _forget_scales() -> None:
 
 
 class Training:
-    """One training; all start with the same weights.
-
-    Args:
-        model: what is trained, and how.
-        options: further options of the padded dispatcher.
-    """
+    """One training; all start with the same weights. `options`: more of the dispatcher."""
 
     def __init__(self, model: Model, **options: Any) -> None:
         self.model = model

@@ -52,18 +52,12 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one source finds: its output and gradients, those of weights as its experts' shard.
-
-    `kept_Y`: rows that its experts kept in each layer; `need`: those that would have held all.
-    Both are 0 for cells, where each source counts.
-    """
+    """What one source finds: its output and gradients, those of weights as its experts' shard."""
 
     out_TD: Any
     grad_tokens_TD: Any
     grad_probs_YTE: list[Any]
     grad_weights_Y: list[dict[str, Any]]
-    kept_Y: list[int] | None
-    need: int
 
 
 def make_case(
@@ -170,8 +164,7 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
     config, (_, num_tokens, _) = case.config, case.tokens_STD.shape
     ranks, sizes = config.num_ranks, Sizes(config, num_tokens)
     num_layers = len(case.layers) if keeps else 1
-    of_cells = config.capacity_pool == "expert"
-    if of_cells:
+    if config.capacity_pool == "expert":
         sizes.rows = sizes.most  # Sources chose them already.
     most = min(sizes.most, max(num_layers * sizes.rows, 5 * sizes.share))
     rows = sizes.rows if keeps else most
@@ -180,16 +173,13 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
         of_layers = [[one] * num_layers for one in (rows, sizes.share, most)]
         return [reference.Store(*of_layers) for _ in range(ranks)]
 
-    stores, need_R = new_stores(), [0] * ranks
-    given, rows_Y, kept_YR = [case.tokens_STD], [], []
+    stores, given, rows_Y = new_stores(), [case.tokens_STD], []
     for layer in case.layers:
         if not keeps:
             stores = new_stores()
         map_STE = rows_on_the_wire(case, layer)
         levels = [stores[r].keep(reference.counts(map_STE, r, ranks)) for r in range(ranks)]
-        need_R = [max(need, one.need) for need, one in zip(need_R, stores, strict=True)]
         rows_Y.append(reference.found_room(map_STE, levels))
-        kept_YR.append([one.kept_Y[-1] for one in stores])
         of_layer = layer.probs_STE, rows_Y[-1], layer.weights, case.activation
         given.append(given[-1] + reference.layer(given[-1], *of_layer))
     grad_STD, backward = case.grad_STD, []
@@ -206,8 +196,6 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
             grad_tokens_TD=grad_STD[s],
             grad_probs_YTE=[probs[s] for probs, _ in backward],
             grad_weights_Y=[_shard(config, grads, s) for _, grads in backward],
-            kept_Y=[0 if of_cells else of_ranks[s % ranks] for of_ranks in kept_YR],
-            need=0 if of_cells else need_R[s % ranks],
         )
         for s in range(config.num_sources)
     ]
@@ -249,8 +237,8 @@ class OneRank:
             for layer in case.layers
         ]
 
-    def found(self, out_TD: Tensor, kept_Y: list[int] | None = None, need: int = 0) -> Found:
-        """Run backward and return what was found; None is not compared."""
+    def found(self, out_TD: Tensor) -> Found:
+        """Run backward and return what was found."""
         out_TD.backward(torch.from_numpy(self.case.grad_STD[self.source]))
         names = self.case.layers[0].weights
         return Found(
@@ -260,8 +248,6 @@ class OneRank:
             grad_weights_Y=[
                 {name: getattr(weights, name).grad for name in names} for weights in self.weights_Y
             ],
-            kept_Y=kept_Y,
-            need=need,
         )
 
 
@@ -276,8 +262,6 @@ def on_all_ranks(config: DispatchConfig, fn: Callable[..., Any], *args: Any) -> 
 def assert_found(results: Sequence[Found], wanted: Sequence[Found]) -> None:
     """Compare all that all ranks found; NaN equals nothing."""
     for source, (result, want) in enumerate(zip(results, wanted, strict=True)):
-        if result.kept_Y is not None:
-            assert (result.kept_Y, result.need) == (want.kept_Y, want.need), source
         _same(result.out_TD, want.out_TD, f"source {source}: output")
         _same(result.grad_tokens_TD, want.grad_tokens_TD, f"source {source}: tokens")
         for y, grad in enumerate(want.grad_probs_YTE):
@@ -410,10 +394,8 @@ def _one_pass(case: Case, pool: str, recompute: str = "") -> tuple[Found, bool]:
 def check(case: Case, pool: str, recompute: str = "") -> None:
     """Compare a pass of the dispatcher on all ranks with the oracle.
 
-    Args:
-        case: layers and tokens.
-        pool: "padded" for experts that read padded cells; else our packed experts compute.
-        recompute: "reentrant" or "other", if backward computes each layer again.
+    `pool`: "padded" for experts that read padded cells; else our packed experts compute.
+    `recompute`: "reentrant" or "other", if backward computes each layer again.
     """
     results = on_all_ranks(case.config, _one_pass, case, pool, recompute)
     assert_found([found for found, _ in results], expected(case, keeps=not recompute))
