@@ -208,7 +208,9 @@ def contenders(words: list[str]) -> Iterator[list[str]]:
     yield from ([*shared, "--vs", *flags] for flags in own) if own else [shared]
 
 
-def test_commands_on_pages_parse(parsers_only):
+def test_commands_on_pages_parse_and_git_ignores_what_they_write(parsers_only):
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "/tune.html" in ignored
     for command in (command for page in PAGES for command in commands(page.read_text())):
         if not re.match(r"padded-dispatch |python |pytest |torchrun |-m ", command):
             continue
@@ -220,6 +222,8 @@ def test_commands_on_pages_parse(parsers_only):
         if (before := "padded_dispatch.megatron.run") in words and words[-1] != before:
             assert run.read(words[words.index(before) + 1 :])[1].endswith((".py", "..."))
         check_paths(words)
+        for flag, folder in itertools.pairwise(words):
+            assert not flag.endswith("-trace") or f"/{folder}/" in ignored
     found = list(
         commands("x\n\n    padded-dispatch tune a \\\n      --drop 0.1\n\nas `pytest -m gpu`")
     )

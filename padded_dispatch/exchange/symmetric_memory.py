@@ -253,8 +253,8 @@ def check_group(group: dist.ProcessGroup | None, *, over_nvlink: bool) -> dist.P
         obstacles = ["an expert-parallel group of one rank"]
     else:
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        gpus = gather_objects(group, (_host(), str(device.uuid)))
-        obstacles = gather_objects(group, _obstacle(gpus, over_nvlink=over_nvlink))
+        seats = gather_objects(group, _Seat(uuid=str(device.uuid)))
+        obstacles = gather_objects(group, _obstacle(seats, over_nvlink=over_nvlink))
         if not any(obstacles):
             obstacles = gather_objects(group, _trial(group))
     for obstacle in obstacles:
@@ -267,22 +267,37 @@ def check_group(group: dist.ProcessGroup | None, *, over_nvlink: bool) -> dist.P
     return group
 
 
-def _host() -> str:
-    """Return a name that two processes share if they can send each other file descriptors by PID.
+def _folder() -> str:
+    """Return an identifier of the folder in which torch meets the processes of other ranks.
 
-    Two nodes may have one name, and two containers of one node may have it, too.
+    It sends memory through sockets there, which PIDs name. Containers of one host may share it, or
+    have others by the same path, and so do hosts of one name.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    return f"{socket.gethostname()} ({boot}, {os.readlink('/proc/self/ns/pid')})"
+    names = "TMPDIR", "TMP", "TEMP", "TEMPDIR"  # As torch looks for it.
+    found = os.stat(next((os.environ[name] for name in names if name in os.environ), "/tmp"))
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}, {found.st_dev}, {found.st_ino}"
 
 
-def _obstacle(gpus: list[tuple[str, str]], *, over_nvlink: bool) -> str:
-    """Return why this rank cannot write to all `gpus`, (host, UUID) by rank; "" if it may."""
-    hosts = sorted({host for host, _ in gpus})
-    if len(hosts) > 1:
-        return f"an expert-parallel group that spans the hosts {', '.join(hosts)}"
+@dataclass(frozen=True, kw_only=True)
+class _Seat:
+    """The place of a rank: its host, where it meets others, its process and GPU."""
+
+    host: str = field(default_factory=socket.gethostname)
+    folder: str = field(default_factory=_folder)
+    pid: int = field(default_factory=os.getpid)
+    uuid: str
+
+
+def _obstacle(seats: list[_Seat], *, over_nvlink: bool) -> str:
+    """Return why this rank cannot write to the memory of all `seats`; "" if it may."""
+    if len({seat.folder for seat in seats}) > 1:
+        hosts = ", ".join(sorted({seat.host for seat in seats}))
+        return f"an expert-parallel group on {hosts} without a common TMPDIR (or /tmp)"
+    if len({seat.pid for seat in seats}) < len(seats):
+        return "ranks of containers that share TMPDIR (or /tmp), and PIDs"
     here = torch.cuda.current_device()
-    peers = {uuid for _, uuid in gpus}
+    peers = {seat.uuid for seat in seats}
     for number in range(torch.cuda.device_count()):
         uuid = str(torch.cuda.get_device_properties(number).uuid)
         accessible = number == here or torch.cuda.can_device_access_peer(here, number)

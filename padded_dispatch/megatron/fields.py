@@ -49,7 +49,7 @@ REFUSED: tuple[ConfigField, ...] = (
         "moe_expert_capacity_factor",
         "sets the capacity; None drops nothing (C = T); a factor must be finite and above 0",
         "set a number above 0, such as 1.25, or None",
-        lambda factor: factor is not None and (factor == 0 or not math.isfinite(factor)),
+        lambda factor: factor is True or not (factor is None or 0 < abs(factor) < math.inf),
     ),
     _refused(
         "moe_use_legacy_grouped_gemm",  # 0.16 only.

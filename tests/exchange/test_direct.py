@@ -77,9 +77,12 @@ def test_rows_go_home_by_direct_stores(num_ranks, routing, changes):
     assert run_on_threads(num_ranks, _direct, [layer], routing) == [([], 4)] * num_ranks
 
 
-def test_layers_of_different_shapes_share_memory():
+def test_layers_of_different_shapes_share_memory(caplog):
     layers = [SMALL, WIDE, SMALL, WIDE]
-    assert run_on_threads(2, _direct, layers, "uniform") == [([], 16)] * 2
+    with caplog.at_level("INFO", "padded_dispatch"):
+        assert run_on_threads(2, _direct, layers, "uniform") == [([], 16)] * 2
+    # One line of the job for each allocation.
+    assert [text.partition(", for ")[2] for text in caplog.messages] == ["5 tokens", "9 tokens"]
 
 
 def _different_tokens() -> list[str]:

@@ -79,7 +79,7 @@ def test_one_rank_or_no_gpu_is_refused():
 @pytest.fixture
 def machine(monkeypatch, rendezvous) -> SimpleNamespace:
     """A host whose processes see GPUs 0 to 2; GPU 2 is no rank's. Each part can be replaced."""
-    here = SimpleNamespace(hosts=["a", "a"], visible=3, reached={0, 1}, linked={1})
+    here = SimpleNamespace(visible=3, reached={0, 1}, linked={1}, seats=({}, {}))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: here.visible)
@@ -90,9 +90,11 @@ def machine(monkeypatch, rendezvous) -> SimpleNamespace:
     monkeypatch.setattr(symmetric_memory, "_linked", lambda _, number: number in here.linked)
 
     def gather(group, value):
-        if isinstance(value, tuple):
-            return [(host, f"gpu {rank}") for rank, host in enumerate(here.hosts)]
-        return ["", value]
+        if isinstance(value, str):
+            return ["", value]
+        each = {"host": "a", "folder": "f"}
+        of_ranks = [each | {"pid": 7 + n, "uuid": f"gpu {n}"} | here.seats[n] for n in range(2)]
+        return [type(value)(**given) for given in of_ranks]
 
     monkeypatch.setattr(symmetric_memory, "gather_objects", gather)
     return here
@@ -115,21 +117,37 @@ def test_ranks_of_one_host_may_write_to_each_other(machine, rendezvous):
     assert obstacle(over_nvlink=False) == ""
 
 
-def test_two_hosts_are_refused(machine, rendezvous):
-    machine.hosts = ["b", "a"]
-    expected = "an expert-parallel group that spans the hosts a, b; set exchange='alltoall'"
-    assert obstacle(over_nvlink=False) == expected
-    rendezvous.assert_not_called()
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({"host": "b"}, ""),  # Containers that share what torch needs.
+        ({"folder": "g"}, "an expert-parallel group on a without a common TMPDIR (or /tmp)"),
+        (
+            {"host": "b", "folder": "g"},
+            "an expert-parallel group on a, b without a common TMPDIR (or /tmp)",
+        ),
+        ({"pid": 7}, "ranks of containers that share TMPDIR (or /tmp), and PIDs"),
+    ],
+)
+def test_what_the_rendezvous_needs_decides_and_not_the_name_of_a_host(
+    machine, rendezvous, other, expected
+):
+    machine.seats = ({}, other)
+    assert obstacle(over_nvlink=False) == expected + bool(expected) * "; set exchange='alltoall'"
+    assert rendezvous.called == (expected == "")
 
 
-def test_one_name_is_not_one_host(pool2):
-    """Nodes, and containers on one, may share a name; processes of one container are together."""
-    here = symmetric_memory._host()
-    assert pool2.run(symmetric_memory._host) == [here, here]
-    with patch.object(symmetric_memory.Path, "read_text", lambda path: "another"):
-        assert symmetric_memory._host() != here
-    with patch.object(os, "readlink", lambda path: "pid:[7]"):
-        assert symmetric_memory._host() != here
+def test_processes_meet_in_one_folder_of_one_host(pool2, monkeypatch, tmp_path):
+    here = symmetric_memory._folder()
+    assert pool2.run(symmetric_memory._folder) == [here, here]
+    (tmp_path / "link").symlink_to(os.environ.get("TMPDIR", "/tmp"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "link"))
+    assert symmetric_memory._folder() == here
+    monkeypatch.setattr(symmetric_memory.Path, "read_text", lambda path: "another boot")
+    assert symmetric_memory._folder() != here
+    monkeypatch.undo()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert symmetric_memory._folder() != here
 
 
 def test_the_log_has_the_size_in_words(monkeypatch, machine, caplog):

@@ -30,7 +30,6 @@ INSTALLED = f"{package_info.MAJOR}.{package_info.MINOR}"
 
 # A value that is refused, where it is not simply True.
 VALUES = {
-    "moe_expert_capacity_factor": 0.0,
     "offload_modules": ["core_attn", "fused_group_mlp"],
     "transformer_impl": "inference_optimized",
 }

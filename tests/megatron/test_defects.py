@@ -97,9 +97,10 @@ def test_d1_capacity_above_the_number_of_tokens():
     x = tokens(4, 2).double()  # T = 8, C = 8 * 2 / 4 * 3 = 12
     with pytest.raises(RuntimeError, match=r"shape '\[4, 12\]' is invalid for input of size 32"):
         stock(3.0).double()(x)
-    output, _ = ours(3.0).double()(x)
     expected, _ = dropless().double()(x)
-    assert_equal_up_to_rounding(output, expected)
+    for factor, experts in ((3.0, "module"), (1e308, "module"), (1e308, "packed")):
+        output, _ = ours(factor, PaddedOptions(experts=experts)).double()(x)
+        assert_equal_up_to_rounding(output, expected)
 
     # DeepSeek-V2: E = 160, K = 6.
     assert moe_utils.get_capacity(448 * 6, 160, 160 / 6) == 449
