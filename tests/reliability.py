@@ -4,14 +4,17 @@
 
 A fault is a signal to the command, to its first or to its last worker, sent while workers import
 or while they train. Within the time limit no process of the job is left, the exit code and the
-last line of its output say what happened, and the folder of temporary files is as before. The
-results file is complete after each fault. `--workers N` and `--only TEXT` choose.
+last line of its output say what happened, and the folder of temporary files is as before. Others
+are a disk that fills up and a port that is taken. The results file is complete after each fault.
+`--workers N` and `--only TEXT` choose.
 """
 
 import argparse
 import itertools
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from padded_dispatch.utils.launch import torchrun_env
 from tests.support.processes import ENVIRONMENT, children_of, living_after, workers_of
 from tests.support.rows import Rows, add_results, parse
 
@@ -48,11 +52,13 @@ FAULTS = [
 ]
 
 
+COMMAND = [sys.executable, "-m", "padded_dispatch.cli", "train", "--device", "cpu"]
+COMMAND += ["--steps", "100000", "--workers"]
+
+
 def outcome(fault: Fault, num_workers: int) -> dict[str, Any]:
     """Start a job, break it, and return its row."""
-    started = time.monotonic()
-    command = [sys.executable, "-m", "padded_dispatch.cli", "train", "--device", "cpu"]
-    command += ["--workers", str(num_workers), "--steps", "100000"]
+    started, command = time.monotonic(), [*COMMAND, str(num_workers)]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")
         given = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": folder}
@@ -69,14 +75,52 @@ def outcome(fault: Fault, num_workers: int) -> dict[str, Any]:
         if left and fault.number != signal.SIGKILL:
             failures.append(f"temporary files are left: {left}")
         last = output.read_text().strip().splitlines()[-1:]
+    return _row(str(fault), failures, started, exit_code=job.returncode, last_line=last)
+
+
+def _row(name: str, failures: list[str], started: float, **facts: Any) -> dict[str, Any]:
     return {
         "check": "a fault ends the job cleanly",
-        "name": str(fault),
+        "name": name,
         "passed": not failures,
-        "facts": {"exit_code": job.returncode, "last_line": last},
+        "facts": facts,
         "failures": failures,
         "seconds": round(time.monotonic() - started, 1),
     }
+
+
+def full_disk(num_workers: int) -> dict[str, Any]:
+    """Return the row of a job that may write files of 64 KiB, and whose traces are larger."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+
+    flags = [str(num_workers), "--trace", "traces"]
+    return _failing("a disk that fills up", flags, {}, "0 written", preexec_fn=limit)
+
+
+def taken_port(num_workers: int) -> dict[str, Any]:
+    """Return the row of a worker, as of torchrun, whose port another process has."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        given = torchrun_env(0, 1, other.getsockname()[1])
+        given["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        return _failing("a port that is taken", ["1"], given, "EADDRINUSE")
+
+
+def _failing(
+    name: str, flags: list[str], given: dict[str, str], words: str, **how: Any
+) -> dict[str, Any]:
+    """Run a job that fails by itself; return the row. Its processes hold the ends of its pipes."""
+    started = time.monotonic()
+    given = {"OMP_NUM_THREADS": "1", **given}
+    with tempfile.TemporaryDirectory() as folder:
+        how |= {"env": ENVIRONMENT | given, "cwd": folder, "timeout": START_S}
+        job = subprocess.run([*COMMAND, *flags], capture_output=True, text=True, **how)
+    failures = [f"the exit code is {job.returncode}, not 1"] * (job.returncode != 1)
+    failures += [f"{words!r} is not in the output: {job.stderr}"] * (words not in job.stderr)
+    return _row(name, failures, started, exit_code=job.returncode)
 
 
 def _broken(fault: Fault, job: subprocess.Popen, output: Path, num_workers: int) -> list[str]:
@@ -118,6 +162,9 @@ def main() -> int:
     for fault in FAULTS:
         if arguments.only in str(fault):
             rows.add(outcome(fault, arguments.workers))
+    for fails in (full_disk, taken_port):
+        if arguments.only in fails.__name__:
+            rows.add(fails(arguments.workers))
     return rows.exit_code()
 
 
