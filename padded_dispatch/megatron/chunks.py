@@ -1,9 +1,9 @@
 """Which layers of a model share a store of rows.
 
 Layers join in the order in which a model is built and run: those of one chunk, which is what a
-pipeline stage runs of a micro-batch at a time, and whose rows have the same widths. So a new store
-begins with another config, another width, other ranks, another virtual stage, or a number that does
-not rise, as in another model. The layers keep it alive.
+pipeline stage runs of a micro-batch at a time. So a new store begins with another config, other
+ranks, another virtual stage, or a number that does not rise, as in another model. The layers keep
+it alive.
 """
 
 import weakref
@@ -77,7 +77,7 @@ def join(
     number: int,
     dispatch_config: Callable[[], DispatchConfig],
     pipeline: Any = None,
-    *key: object,
+    group: Any = None,
 ) -> Calls:
     """Let a layer join the chunk of the one before it, or begin a new chunk.
 
@@ -86,11 +86,11 @@ def join(
         number: the layer's number in the model, from 1.
         dispatch_config: returns the config of the layer's training passes.
         pipeline: the pipeline group; None for Megatron's own.
-        key: what the layers of a chunk have in common beside the config.
+        group: the expert-parallel group.
     """
     global _last
     stage, index = _place(config, number, pipeline)
-    key, chunk = (*key, stage), None if _last is None else _last()
+    key, chunk = (group, stage), None if _last is None else _last()
     if chunk is None or chunk.config is not config or chunk.key != key or number <= chunk.number:
         chunk = Chunk(config=config, key=key, store=Store())
         _last = weakref.ref(chunk)

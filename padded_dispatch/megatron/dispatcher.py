@@ -308,10 +308,8 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     def _set_layer(self, number: int) -> None:
         super()._set_layer(number)
         if self._calls is None:
-            weight = self.experts.linear_fc1.weight
-            key = *weight.shape[1:], weight.dtype, self.ep_group
             training = partial(getattr, self.configs, "training")
-            self._calls = join(self.config, number, training, self._pipeline, *key)
+            self._calls = join(self.config, number, training, self._pipeline, self.ep_group)
             self.store = self._calls.store
 
     def dispatch_postprocess(

@@ -206,7 +206,7 @@ def check_retry(chunks: list[Any]) -> None:
             "wrap them, or choose another on_overflow",
         )
         require(
-            not getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False),
+            not chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag,
             "reuse_grad_buf_for_mxfp8_param_ag",
             True,
             "be False with on_overflow='retry', which zeroes gradients that share memory with "

@@ -103,6 +103,7 @@ def test_more_tokens_than_before():
     large = take(store, 0, num_tokens=11)
     assert large.stack is not small.stack and large.stack is not None
     assert large.stack.num_rows == 22
+    assert store._stacks == [large.stack]
     large.close()
     again = take(store, 0, num_tokens=10)
     assert again.stack is large.stack and again.limit == 20
@@ -122,7 +123,8 @@ def test_buffers_are_made_once_for_each_shape():
 
 def test_scratch_and_fitting():
     room = scratch(config(1.5), 10, COUNT)
-    assert (room.top, room.stack, room.limit, room.most) == (None, None, 80, 80)
+    assert room.top is room.stack is None
+    assert (room.limit, room.most, room.later) == (80, 80, 0)
     room = fitting(COUNT)
     assert (room.top, room.stack, room.limit, room.most) == (None, None, 6, 6)
     assert fitting(COUNT * 0).limit == 1
@@ -135,6 +137,7 @@ def test_release_frees_what_has_no_rows():
     store.release(captured=True)
     assert take(store, 0).stack is other.stack
     store.release(captured=False)
+    assert store._stacks == [room.stack]
     later = take(store, 0)
     assert later.stack not in (room.stack, other.stack)
     assert later.top is not None and later.top.tolist() == [0, 0]

@@ -22,9 +22,9 @@ def changed(**settings: Any) -> Any:
     return config
 
 
-def joined(config: Any, numbers: list[int], rank: int = 0, *key: object) -> list[Calls]:
+def joined(config: Any, numbers: list[int], rank: int = 0, group: Any = None) -> list[Calls]:
     pipeline = SimpleNamespace(rank=lambda: rank)
-    return [join(config, number, lambda: DISPATCH, pipeline, *key) for number in numbers]
+    return [join(config, number, lambda: DISPATCH, pipeline, group) for number in numbers]
 
 
 def calls_of(calls: list[Calls]) -> list[list[int]]:
@@ -45,9 +45,9 @@ def test_a_number_that_does_not_rise_begins_another_model():
     assert first.store is second.store is not third.store is fourth.store
 
 
-def test_other_configs_and_widths_have_other_stores():
+def test_other_configs_and_groups_have_other_stores():
     calls = [*joined(config := changed(), [1]), *joined(changed(), [2]), *joined(config, [3])]
-    calls += joined(config, [4], 0, "width")
+    calls += joined(config, [4], 0, "group")
     assert len({id(one.store) for one in calls}) == 4
 
 

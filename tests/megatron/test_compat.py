@@ -189,7 +189,9 @@ def test_without_an_optional_symbol_a_layer_trains(monkeypatch, name):
 )
 def test_what_needs_a_symbol_that_is_gone_is_refused_by_name(monkeypatch, name, field, way):
     monkeypatch.delattr(*resolve(name))
-    words = rf"^{field} must be .* which has no megatron\.core\.{re.escape(name)}.*; set {field}="
+    off = "False" if way is WAYS[3] else "'none'"
+    gone = rf"with .* which has no megatron\.core\.{re.escape(name)}.*"
+    words = rf"^{field} must be {off} {gone}; set {field}={off}$"
     with pytest.raises(ValueError, match=words):
         guard.install(SimpleNamespace(**way))
     guard.install(SimpleNamespace(**NONE))

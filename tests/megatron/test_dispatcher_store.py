@@ -95,7 +95,12 @@ def test_a_layer_leaves_room_for_those_that_follow(caplog):
     with caplog.at_level(logging.INFO, "padded_dispatch"):
         for _ in range(2):
             through(layers, tokens(20).requires_grad_()).sum().backward()
-    said, *warned = caplog.messages
+        dispatcher, many = layers[0].token_dispatcher, torch.empty(2**20, 16, device="meta")
+        dispatcher._take_room(dispatcher.dispatch_config, many.requires_grad_(), many)
+    said, *warned, later = caplog.messages
+    # A row of fp32: D + 2 F values, its probability and home.
+    size = 3 * (4 * (16 + 2 * 24) + 12) / 2**10
+    assert f"share a store of {3 * 2**20} rows, {size:.2f} GiB" in later and size > 0.1
     assert said == (
         "padded dispatch: 3 layers at 20 tokens per rank share a store of 60 rows, 0.00 GiB for "
         "each micro-batch in flight"

@@ -286,6 +286,7 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
         ids = torch.tensor([value, value])
         more = [Pair(ids + 1, None), (np.full(2, value),), deque([ids + 2]), {"a set"}]
         nested = OrderedDict(bounds=Bounds(ids + 3), fixed=MappingProxyType({"ids": ids + 4}))
+        vars(nested)["more"] = ids + 7
         both = Output(ids + 5)
         both["ids"] = ids + 6
         return UserDict(ids=ids, more=more, nested=nested, both=both)
@@ -298,6 +299,7 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
         one["more"][1][0].fill(value)
         one["more"][2][0].fill_(value + 2)
         one["nested"]["bounds"].ends.fill_(value + 3)
+        one["nested"].more.fill_(value + 7)
         one["nested"]["fixed"]["ids"].fill_(value + 4)
         one["both"].more.fill_(value + 5)
         one["both"]["ids"].fill_(value + 6)
@@ -327,6 +329,7 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
         assert type(one["nested"]) is OrderedDict
         assert one["nested"]["bounds"].ends.tolist() == [number + 3] * 2
         assert one["nested"]["bounds"].most == 3
+        assert one["nested"].more.tolist() == [number + 7] * 2
         assert one["nested"]["fixed"]["ids"].tolist() == [number + 4] * 2
         both = one["both"]
         assert both.more.tolist() == [number + 5] * 2

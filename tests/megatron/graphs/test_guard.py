@@ -185,6 +185,20 @@ def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
     assert _CudaGraphRunner.create_fwd_graph is capture
 
 
+def test_what_a_capture_counts_and_keeps_goes_back(megatron, monkeypatch):
+    """Transformer Engine warms a layer up eagerly, several times."""
+    monkeypatch.setattr(guard, "get_num_microbatches", lambda: 1)
+    fields = settings() | {"cuda_graph_impl": "transformer_engine"}
+    install(PaddedOptions(experts="packed"))
+    layer = gpt(**fields).decoder.layers[0].train()
+    dispatcher = layer.mlp.token_dispatcher
+    hidden = torch.ones(LENGTH, 1, tiny.HIDDEN)
+    guard._capture(layer, lambda hidden: layer.mlp(hidden), hidden)
+    assert dispatcher.counters.demand_E.any() and len(dispatcher.store._stacks) == 1
+    guard.end_capture()
+    assert not dispatcher.counters.demand_E.any() and dispatcher.store._stacks == []
+
+
 class Manager:
     """A stand-in for a layer's manager: eager until graphs exist, then it counts replays."""
 
