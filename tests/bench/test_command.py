@@ -15,8 +15,8 @@ from padded_dispatch.bench.measure import Passes, batches
 from padded_dispatch.megatron import install, uninstall
 from padded_dispatch.utils.routings import routing_scores
 from tests.support import tiny
-from tests.support.inline_pool import only_worker
 from tests.support.routings import routing_map
+from tests.support.tiny import only_worker
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--ep", "1", "--iterations", "1"]

@@ -1,6 +1,6 @@
 """Direct stores on threads as ranks, with the kernels of a GPU in Triton's interpreter.
 
-See `tests.support.direct_parity` for payloads, and `tests.support.thread_memory`. Memory is NaN
+See `tests.support.direct_parity` for payloads, and `tests.support.threads`. Memory is NaN
 before it is written.
 """
 
@@ -27,8 +27,7 @@ from tests.support.direct_parity import (
     poison,
     step,
 )
-from tests.support.thread_memory import ThreadMemory, threads_as_ranks
-from tests.support.threads import run_on_threads
+from tests.support.threads import ThreadMemory, run_on_threads, threads_as_ranks
 
 CPU = torch.device("cpu")
 # The interpreter multiplies the bits of bf16.

@@ -25,9 +25,7 @@ from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.store import Buffers, Store, TakeRoom, fitting, scratch
 from padded_dispatch.kernels import gemm
 from padded_dispatch.routing.plan import choice_probs, make_plan
-from tests.support.grids import poisoned_memory
-from tests.support.thread_memory import threads_as_ranks
-from tests.support.threads import run_on_threads
+from tests.support.threads import poisoned_memory, run_on_threads, threads_as_ranks
 from tests.support.whole_layers import OneRank, make_case
 
 pytestmark = pytest.mark.skipif(

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from padded_dispatch.experts.activation import Activation, activate
 from padded_dispatch.kernels import activation
-from tests.support.device import equal, here
-from tests.support.segments import operand, real, segments_of
+from tests.support.device import equal, here, operand, real, segments_of
 
 SWIGLU = {"function": "silu", "gated": True, "clamp": math.inf, "offset": 0.0}
 

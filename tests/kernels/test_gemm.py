@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP, Segments, gemm
-from tests.support.device import DEVICE, equal, here
-from tests.support.segments import in_store, operand, real, segments_of
+from tests.support.device import DEVICE, equal, here, in_store, operand, real, segments_of
 
 # The interpreter's products of bf16 are wrong (Triton 3.9): it multiplies the bits.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16

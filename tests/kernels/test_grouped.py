@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.kernels import grouped
-from tests.support.device import equal, here, here_if_tensor
-from tests.support.segments import in_store, operand, real, segments_of
+from tests.support.device import equal, here, here_if_tensor, in_store, operand, real, segments_of
 
 NAN = torch.nan
 

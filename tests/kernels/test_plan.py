@@ -11,8 +11,7 @@ from torch import Tensor
 from padded_dispatch.kernels import plan
 from padded_dispatch.routing.plan import choice_probs, plan_in_torch
 from tests.support.device import DEVICE, equal, few, here
-from tests.support.routing_cases import RoutingCase, routing_cases
-from tests.support.routings import LARGE, large_map, routing_map
+from tests.support.routings import LARGE, RoutingCase, large_map, routing_cases, routing_map
 
 EXAMPLE_TE = torch.tensor([[True, False, True], [False, False, True], [False, False, False]])
 

@@ -11,8 +11,7 @@ from padded_dispatch.config import POLICIES
 from padded_dispatch.kernels import select
 from padded_dispatch.routing.select import kept_map_in_torch
 from tests.support.device import equal, here_if_tensor
-from tests.support.routing_cases import RoutingCase, routing_cases
-from tests.support.routings import LARGE, large_map, routing_map
+from tests.support.routings import LARGE, RoutingCase, large_map, routing_cases, routing_map
 
 # Divides the smallest maps among several programs, and the scores of an expert among steps.
 SMALL = {"_TILE": 8, "_BLOCK": 32}

@@ -1,12 +1,117 @@
 """Experts of all kinds train in Megatron-FSDP as stock ones do, on two ranks over gloo."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, param_and_grad_buffer
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
+from torch.distributed import DeviceMesh
 
+from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.utils.patches import Patches
+from tests.support import tiny
 from tests.support.parity import megatron
 from tests.support.pool import WorkerPool, end_idle_workers
-from tests.support.sharded_training import fsdp_on_cpu, losses
+
+LENGTH, VOCAB = 8, 64
+
+
+class _Torch:
+    """The module torch, in which each device is the CPU."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(*args: Any) -> torch.device:
+        return torch.device("cpu")
+
+
+def _rearrange(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
+    """Stand in for einops: "(a b c) -> b a c", or "a b c -> (a c) b"."""
+    before, after = pattern.split("->")
+    names, order = (text.replace("(", " ").replace(")", " ").split() for text in (before, after))
+    if "(" in before:
+        tensor = tensor.view([sizes[name] for name in names])
+    tensor = tensor.permute([names.index(name) for name in order])
+    return tensor.reshape(-1, tensor.shape[-1]) if "(" in after else tensor
+
+
+def _mesh(group: Any, device_type: str, **names: Any) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu", **names)
+
+
+@contextmanager
+def fsdp_on_cpu() -> Iterator[None]:
+    """Let Megatron-FSDP run inside `megatron_on_cpu()`."""
+    with Patches() as patches:
+        for owner, name, value in (
+            (mcore_fsdp_adapter, "HAVE_EINOPS", True),
+            (mcore_fsdp_adapter, "einops", SimpleNamespace(rearrange=_rearrange)),
+            (mcore_fsdp_adapter, "DeviceMesh", SimpleNamespace(from_group=_mesh)),
+            (megatron_fsdp, "torch", _Torch()),
+            (param_and_grad_buffer, "torch", _Torch()),
+        ):
+            patches.set(owner, name, value)
+        yield
+
+
+def losses(dispatcher: str, strategy: str, *, ep: int, steps: int, **options: Any) -> list[float]:
+    """Train for some steps on this rank's tokens, the last on those of the first; return losses."""
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    config = tiny.config(
+        dispatcher,
+        num_layers=2,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.3,
+        expert_model_parallel_size=ep,
+    )
+    if options:
+        config.padded_dispatch = PaddedOptions(**options)
+    model = GPTModel(
+        config,
+        tiny.layer_spec(),
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        share_embeddings_and_output_weights=False,
+    )
+    ddp = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=strategy,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        gradient_reduce_div_fusion=False,  # gloo cannot.
+    )
+    sharded: Any = FullyShardedDataParallel(config, ddp, model, device=torch.device("cpu"))
+    named = sharded.module.param_and_grad_buffer.optimizer_named_parameters
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+    future = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    found = []
+    for step in (*range(steps - 1), 0):
+        generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        ids = torch.randint(VOCAB, (2, LENGTH + 1), generator=generator)
+        positions = torch.arange(LENGTH).expand(2, -1)
+        sharded.zero_grad_buffer()
+        loss = sharded(ids[:, :-1].contiguous(), positions, future, labels=ids[:, 1:]).mean()
+        loss.backward()
+        sharded.finish_grad_sync()
+        optimizer.step()
+        sharded.module.install_optimized_model_weights()
+        found.append(loss.item())
+    return found
 
 
 @pytest.fixture(scope="module", autouse=True)

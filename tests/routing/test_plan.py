@@ -6,8 +6,7 @@ from hypothesis import given
 
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from tests.support import reference
-from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
-from tests.support.routings import routing_map
+from tests.support.routings import RoutingCase, assert_same, routing_cases, routing_map
 
 FIELDS = ("expert_TK", "place_TK", "kept_E")
 

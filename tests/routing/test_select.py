@@ -9,7 +9,7 @@ from padded_dispatch.config import POLICIES as ALL_POLICIES
 from padded_dispatch.routing import select as module
 from padded_dispatch.routing.select import select
 from tests.support import reference
-from tests.support.routing_cases import RoutingCase, assert_same, routing_cases
+from tests.support.routings import RoutingCase, assert_same, routing_cases
 
 POLICIES = pytest.mark.parametrize("policy", ALL_POLICIES)
 

@@ -10,19 +10,22 @@ collective wakes the next one; so ranks may wait for each other in collectives o
 no collective can ever be whole, and a rank raises an error that says who waits where.
 """
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.multi_threaded_pg import AllGather, AllReduce, ret_work
 
-from padded_dispatch.exchange import agreement
+from padded_dispatch.exchange import agreement, direct, symmetric_memory
 
 _DONE = ret_work(None)
 
@@ -202,3 +205,76 @@ def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[A
     if turns.errors:
         raise RuntimeError("a rank failed") from turns.errors[0]
     return results
+
+
+def grid(num_ranks: int, etp_size: int) -> tuple[Any, Any, int]:
+    """Return this rank's two groups, and i; rank r of the i-th expert-parallel group is i * R + r.
+
+    One rank alone needs no default group.
+    """
+    if num_ranks * etp_size == 1:
+        return None, None, 0
+    i, r = divmod(dist.get_rank(), num_ranks)
+    rows = [[j * num_ranks + q for q in range(num_ranks)] for j in range(etp_size)]
+    # All ranks must create all groups, in the same order.
+    groups = [dist.new_group(row) for row in rows]
+    etp_groups = [dist.new_group(list(column)) for column in zip(*rows, strict=True)]
+    return groups[i] if num_ranks > 1 else None, etp_groups[r] if etp_size > 1 else None, i
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Use deterministic algorithms and fill fresh memory with NaN (or the largest integer)."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class ThreadMemory:
+    """`PeerMemory` of threads; `num_barriers` is how often each rank came to a barrier."""
+
+    num_barriers: ClassVar[dict[int, int]] = {}
+
+    def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self._group, self._rank = group, group.rank()
+        own = torch.full((num_bytes,), 255, dtype=torch.uint8)
+        addresses = symmetric_memory.gather_objects(group, own.data_ptr())
+        self._own, self._addresses = own.numpy(), torch.tensor(addresses)
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return this rank's memory from byte `offset` on."""
+        size = int(np.prod(shape)) * dtype.itemsize
+        return torch.from_numpy(self._own[offset : offset + size]).view(dtype).view(shape)
+
+    def addresses(self, offset: int) -> Tensor:
+        """Return the addresses of byte `offset` on all ranks."""
+        return self._addresses + offset
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.num_barriers[self._rank] = self.num_barriers.get(self._rank, 0) + 1
+        self._group.barrier().wait()
+
+
+def _gather_objects(group: dist.ProcessGroup, value: int) -> list[int]:
+    gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(gathered, torch.tensor([value]), group=group)
+    return [int(one) for one in gathered]
+
+
+@contextmanager
+def threads_as_ranks(free_bytes: int = 2**40) -> Iterator[None]:
+    """Let threads be ranks, with shared memory instead of symmetric memory."""
+    with (
+        patch.object(symmetric_memory, "PeerMemory", ThreadMemory),
+        patch.object(symmetric_memory, "_free_bytes", lambda device: free_bytes),
+        patch.object(symmetric_memory, "gather_objects", _gather_objects),
+        patch.object(direct, "check_group", lambda group, *, over_nvlink: over_nvlink or group),
+        patch.object(direct, "DEVICE", "cpu"),
+        patch.object(ThreadMemory, "num_barriers", {}),
+    ):
+        yield

@@ -1,8 +1,10 @@
 """Configs, layers and process groups of the smallest Megatron model with a MoE layer."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron import PaddedOptions, padded_spec, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 
@@ -75,5 +77,26 @@ def one_process(device: str = "cpu") -> Iterator[None]:
             yield
         finally:
             forget_moe_state()
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+@contextmanager
+def only_worker() -> Iterator[None]:
+    """Make this process the one worker of a job of torchrun, with one thread.
+
+    `start_workers` then starts none. On exit, also after an error, all state of the job is removed.
+    """
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with patch.dict(os.environ, ranks | rendezvous):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        uninstall()
+        if dist.is_initialized():
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()

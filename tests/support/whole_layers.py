@@ -21,10 +21,9 @@ from padded_dispatch.experts.activation import activate
 from padded_dispatch.experts.padded import ExpertInput
 from padded_dispatch.experts.store import Store
 from tests.support import reference
-from tests.support.grids import grid, poisoned_memory
 from tests.support.reference import Arrays
 from tests.support.routings import routing_map, thin_out
-from tests.support.threads import run_on_threads
+from tests.support.threads import grid, poisoned_memory, run_on_threads
 
 ROUTINGS = "thin", "full", "hot", "one rank", "idle rank", "idle source", "masked", "none"
 

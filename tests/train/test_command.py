@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from padded_dispatch.train import command
 from padded_dispatch.train.command import compare
 from padded_dispatch.train.loop import Outcome
-from tests.support.inline_pool import only_worker
+from tests.support.tiny import only_worker
 
 SMALL = "--steps 2 --seq-length 24 --micro-batch 3"
 

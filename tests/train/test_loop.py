@@ -6,21 +6,103 @@ import io
 import itertools
 import json
 import math
+import os
 import weakref
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from padded_dispatch.config import Policy
 from padded_dispatch.megatron import uninstall
+from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.trace import load_traces
 from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.loop import Outcome
-from tests.support.traced_run import Counted, assert_trace_says_the_same, counted_run
+from padded_dispatch.tune.demand import demand_of
+from padded_dispatch.tune.replay import replay
+from tests.support.pool import WorkerPool
+
+# By (step, layer): rows asked for at this rank's tokens, rows that this rank counts as kept, and
+# the largest need of a pass.
+Counted = dict[tuple[int, int], tuple[int, int, int]]
+
+
+def counted_run(flags: str, device: torch.device) -> Counted:
+    """Train as `padded-dispatch train FLAGS` does, on this rank of the default group."""
+    counted: Counted = {}
+    step_of_run = loop.Trainer.step
+
+    def step(trainer: loop.Trainer, number: int) -> loop.Step:
+        layers = padded_moe_layers(trainer.chunks)
+        counters = {layer: moe.token_dispatcher.counters for layer, moe in layers.items()}
+        before = {layer: rows_of(c) for layer, c in counters.items()}
+        for c in counters.values():
+            c.max_need.zero_()
+        done = step_of_run(trainer, number)
+        for layer, c in counters.items():
+            asked, kept = (now - was for now, was in zip(rows_of(c), before[layer], strict=True))
+            counted[number, layer] = asked, kept, int(c.max_need)
+        return done
+
+    loop.Trainer.step = step
+    try:
+        settings = parse(flags.split())
+        with contextlib.redirect_stdout(io.StringIO()):
+            loop.train(settings, device)
+    finally:
+        loop.Trainer.step = step_of_run
+        uninstall()
+    return counted
+
+
+def rows_of(counters) -> tuple[int, int]:
+    return int(counters.demand_E.sum()), int(counters.kept_E.sum())
+
+
+def assert_trace_says_the_same(
+    folder: Path,
+    counted: list[Counted],
+    *,
+    factor: float,
+    strikes: Policy | None = "probs",
+    store_layers: int | None = None,
+) -> None:
+    """Check that a replay of the run's trace at the run's factor equals the counters of all ranks.
+
+    `strikes`: None over direct stores, which strike nothing.
+    """
+    trace = load_traces([folder])
+    assert trace.capacity_pool is not None
+    demand = demand_of(trace)
+    given = {"store_layers": store_layers, "strikes": strikes}
+    found = replay(demand, [factor], pool=trace.capacity_pool, **given)
+    assert found.dropped.sum() > 0  # Else the test would be weak.
+    places = [
+        (step, layer)
+        for step in found.steps.tolist()
+        for layer in demand.layers.tolist()
+        if any((step, layer) in of_rank for of_rank in counted)
+    ]
+    assert {place for of_rank in counted for place in of_rank if place[0] in found.steps} == {
+        *places
+    }
+    for step, layer in places:
+        here = [of_rank[step, layer] for of_rank in counted if (step, layer) in of_rank]
+        asked, kept = sum(rows for rows, _, _ in here), sum(rows for _, rows, _ in here)
+        at = demand.layers.tolist().index(layer), found.steps.tolist().index(step)
+        assert (asked, asked - kept) == (found.asked[at], found.dropped[0][at]), (step, layer)
+    if trace.capacity_pool == "expert":
+        most = max(need for of_rank in counted for _, _, need in of_rank.values())
+        assert found.needed.max() * demand.mean_rows == most
+
 
 SMALL = "--seq-length 24 --micro-batch 3 --device cpu --workers 2"
 CPU = torch.device("cpu")
@@ -172,3 +254,34 @@ def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, gi
     trace = load_traces([tmp_path])
     assert (trace.num_experts, trace.top_k, trace.num_tokens) == (8, 2, 72)
     assert set(trace.steps.tolist()) == {1, 2} and len(list(tmp_path.iterdir())) == 2
+
+
+GRAPHS = ["none", "partial", "layer", "full-iteration"]
+
+
+def _run_on_gpus(flags: str) -> Counted:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(training_stream())
+    run = f"--device cuda --workers {dist.get_world_size()} --seq-length 128 --micro-batch 3"
+    return counted_run(f"{run} --steps 12 --capacity-factor 0.5 {flags}", device)
+
+
+def check_on_gpus(pool: WorkerPool, folder: Path, flags: str) -> None:
+    counted = pool.run(_run_on_gpus, f"--trace {folder} {flags}", timeout_s=240.0)
+    assert_trace_says_the_same(folder, counted, factor=0.5, strikes=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_trace_on_one_gpu(gpu_pools, tmp_path, graph):
+    check_on_gpus(gpu_pools[1], tmp_path, f"--graph {graph}")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_trace_on_all_gpus(gpu_pools, tmp_path, graph, passes):
+    ranks = next(n for n in (8, 4, 2) if n <= torch.cuda.device_count())
+    flags = f"--graph {graph} --global-batch {3 * passes * ranks}"
+    check_on_gpus(gpu_pools[ranks], tmp_path, flags)

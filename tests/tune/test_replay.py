@@ -11,8 +11,40 @@ from hypothesis import strategies as st
 from padded_dispatch.tune.demand import Demand, demand_of, strike
 from padded_dispatch.tune.replay import POOLS, Replay, grid, replay
 from tests.support import reference
+from tests.support.reference import Store
 from tests.support.traces import small_trace
-from tests.tune import referee
+
+Counts = list[list[list[int]]]  # of a pass: [layer][source][expert]
+
+
+def capacity(factor: float, *, num_tokens: int, top_k: int, num_experts: int) -> int:
+    """Return Megatron's slots per (source, expert)."""
+    return max(1, min(num_tokens, math.ceil((num_tokens * top_k / num_experts) * factor)))
+
+
+def kept_in_cells(counts: Counts, slots: int) -> list[int]:
+    """Return the rows of each layer that keep a slot."""
+    return [sum(min(rows, slots) for source in layer for rows in source) for layer in counts]
+
+
+def kept_in_stores(
+    counts: Counts, factor: float, *, num_tokens: int, top_k: int, num_ranks: int
+) -> list[int]:
+    """Return the rows of each layer that find room, in a store of all layers on each rank."""
+    num_sources, num_experts = len(counts[0]), len(counts[0][0])
+    local = num_experts // num_ranks
+    share = num_sources // num_ranks * num_tokens * top_k
+    most = num_sources * num_tokens * min(top_k, local)
+    of_layer = min(math.ceil(share * factor), most)
+    most = min(most, max(of_layer * len(counts), 5 * share))
+    kept = np.zeros(len(counts), int)
+    for rank in range(num_ranks):
+        store = Store(*([one] * len(counts) for one in (of_layer, share, most)))
+        for layer in counts:
+            store.keep(np.array(layer)[:, rank * local : (rank + 1) * local])
+        kept += store.kept_Y
+    return kept.tolist()
+
 
 FACTORS = [0.3, 0.7, 1.0, 1.25, 3.0]
 RECORD = Path(__file__).parents[2] / "notebooks" / "results" / "routing_counts.npz"
@@ -57,14 +89,14 @@ def kept(found: Replay, f: int) -> list[list[int]]:
 def test_every_pass_is_what_the_specification_keeps(drawn, factor):
     asked, num_ranks, etp = drawn
     sizes = {"num_tokens": asked.num_tokens, "top_k": asked.top_k}
-    slots = referee.capacity(factor, num_experts=asked.num_experts, **sizes)
+    slots = capacity(factor, num_experts=asked.num_experts, **sizes)
     found = replay(asked, [factor], etp=etp)
     assert found.room.tolist() == [slots]
     passes = asked.counts.tolist()
-    assert kept(found, 0) == [referee.kept_in_cells(counts, slots) for counts in passes]
+    assert kept(found, 0) == [kept_in_cells(counts, slots) for counts in passes]
     found = replay(asked, [factor], pool="store", etp=etp)
     given = {"num_ranks": num_ranks, **sizes}
-    assert kept(found, 0) == [referee.kept_in_stores(counts, factor, **given) for counts in passes]
+    assert kept(found, 0) == [kept_in_stores(counts, factor, **given) for counts in passes]
 
 
 @given(demands(), st.sampled_from(POOLS))
@@ -110,8 +142,7 @@ def test_the_record_of_a_real_router():
     found = replay(asked, [1.25, 1.5, 2.0], pool="store")
     for f, factor in enumerate(found.factors):
         passes = [
-            referee.kept_in_stores(counts, factor, num_ranks=8, **sizes)
-            for counts in asked.counts.tolist()
+            kept_in_stores(counts, factor, num_ranks=8, **sizes) for counts in asked.counts.tolist()
         ]
         assert kept(found, f) == passes
     assert (100 * found.dropped_share).round(1).tolist() == [1.2, 0.1, 0.0]
@@ -165,7 +196,7 @@ def test_what_collectives_strike(policy):
     assert found.configs[0].wire_slots(9) == 4
     cut = strike(trace, 4, 4, policy)
     assert 0 < cut.sum() < found.asked.sum()
-    expected = referee.kept_in_stores(cut[0].tolist(), 0.4, num_tokens=9, top_k=3, num_ranks=4)
+    expected = kept_in_stores(cut[0].tolist(), 0.4, num_tokens=9, top_k=3, num_ranks=4)
     assert kept(found, 0) == [expected]
     assert replay(demand_of(trace), pool="store", strikes=policy).dropped[-1].sum() == 0
     with pytest.raises(ValueError, match="strikes must be None for counts without a trace, got"):
