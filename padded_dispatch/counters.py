@@ -86,8 +86,7 @@ class Counters:
         num_positions: T per pass, padding tokens included.
         num_passes: passes.
         num_slots: slots of cells offered, E * C per pass.
-        num_unplaced: kept rows without a place in the plan. Must be zero; nonzero means that a map
-            had more than K experts for a token.
+        num_unplaced: rows of a token beyond K, which have no place in the plan. Must be zero.
         idle_passes: passes in which this rank's experts received no row.
         struck: rows that found no slot on the wire.
         max_need: the largest need of one pass since it was last zeroed; the only number that is no
@@ -112,7 +111,7 @@ class Counters:
         self, config: DispatchConfig, device: torch.device | str | int, *, rank: int = 0
     ) -> None:
         num_experts, num_local = config.num_experts, config.num_local_experts
-        self._of_cells = config.capacity_pool == "expert"
+        self._of_cells, self._top_k = config.capacity_pool == "expert", config.top_k
         num_totals = 2 * num_experts + len(SCALARS)
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
         self.max_need = torch.zeros((), dtype=torch.int64, device=device)
@@ -129,13 +128,17 @@ class Counters:
         self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, kept_here: bool
     ) -> None:
         """Count one selection; see `RoutingObserver`."""
+        demand_E = selection.demand_E
+        if self._of_cells and demand_E is None:
+            demand_E = asked_TE.sum(0, dtype=torch.int32)
         arguments = (
             self.totals,
-            self.max_need if self._of_cells else None,
+            self.max_need,
             asked_TE,
             selection.kept_TE if kept_here else None,
             probs_TE,
-            selection.demand_E,
+            demand_E,
+            self._top_k,
             asked_TE.shape[1] * selection.capacity if kept_here else 0,
         )
         if asked_TE.is_cuda:
@@ -157,11 +160,12 @@ class Counters:
 
 def count_in_torch(
     totals: Tensor,
-    max_need: Tensor | None,
+    max_need: Tensor,
     asked_TE: Tensor,
     kept_TE: Tensor | None,
     probs_TE: Tensor,
-    demand_E: Tensor,
+    demand_E: Tensor | None,
+    top_k: int,
     num_slots: int,
 ) -> None:
     """Add one pass to `totals` and `max_need`, in place.
@@ -171,18 +175,20 @@ def count_in_torch(
     num_tokens, num_experts = asked_TE.shape
     mass_TE = torch.where(asked_TE, mass_units(probs_TE), 0)
     asked_T = asked_TE.any(1)
-    totals[:num_experts] += demand_E
+    totals[:num_experts] += asked_TE.sum(0)
     scalars = dict(zip(SCALARS, totals[2 * num_experts :], strict=True))
     scalars["asked_mass"] += mass_TE.sum()
     scalars["num_tokens"] += asked_T.sum()
     scalars["num_positions"] += num_tokens
     scalars["num_passes"] += 1
     scalars["num_slots"] += num_slots
+    goes_on_TE = asked_TE if kept_TE is None else kept_TE
+    scalars["num_unplaced"] += (goes_on_TE.sum(1) - top_k).clamp(min=0).sum()
     if kept_TE is not None:
         totals[num_experts : 2 * num_experts] += kept_TE.sum(0)
         scalars["dropped_mass"] += torch.where(kept_TE, 0, mass_TE).sum()
         scalars["lost_tokens"] += (asked_T & ~kept_TE.any(1)).sum()
-    if max_need is not None:
+    if demand_E is not None:
         torch.maximum(max_need, demand_E.max(), out=max_need)
 
 

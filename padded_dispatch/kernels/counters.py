@@ -21,32 +21,35 @@ _LOST_TOKENS = tl.constexpr(SCALARS.index("lost_tokens"))
 _NUM_POSITIONS = tl.constexpr(SCALARS.index("num_positions"))
 _NUM_PASSES = tl.constexpr(SCALARS.index("num_passes"))
 _NUM_SLOTS = tl.constexpr(SCALARS.index("num_slots"))
+_NUM_UNPLACED = tl.constexpr(SCALARS.index("num_unplaced"))
 
 
 def count(
     totals: Tensor,
-    max_need: Tensor | None,
+    max_need: Tensor,
     asked_TE: Tensor,
     kept_TE: Tensor | None,
     probs_TE: Tensor,
-    demand_E: Tensor,
+    demand_E: Tensor | None,
+    top_k: int,
     num_slots: int,
 ) -> None:
     """Add one pass to `totals` and `max_need`, in place.
 
     Args:
         totals: int64, contiguous: demand [E], kept [E], then `SCALARS`.
-        max_need: int64 scalar, raised to the largest demand of an expert; None is not counted.
+        max_need: int64 scalar, raised to the largest of `demand_E`.
         asked_TE: bool [T, E].
         kept_TE: bool [T, E]; None if only the receivers know: nothing kept or lost is counted.
         probs_TE: floating point [T, E], finite where asked.
-        demand_E: int32 [E], the column sums of `asked_TE`.
+        demand_E: int32 [E], the column sums of `asked_TE`; None leaves `max_need` as it is.
+        top_k: K; of the map that goes on, a token's rows beyond are counted.
         num_slots: slots offered.
 
-    Example: E = 2, 2 slots, `asked = [[1, 1], [1, 0]]`,
+    Example: E = 2, K = 1, 2 slots, `asked = [[1, 1], [1, 0]]`,
     `kept = [[0, 1], [1, 0]]`, `probs = [[.25, .75], [.5, 0]]`, `demand = [2, 1]` add demand [2, 1]
     and kept [1, 1]; then asked mass 1.5 and dropped mass .25, both times 2**32; 2 tokens, none
-    lost; 2 positions, 1 pass, 2 slots.
+    lost; 2 positions, 1 pass, 2 slots, no row beyond K; without `kept` there would be one.
     """
     num_tokens, num_experts = asked_TE.shape
     block_e = triton.next_power_of_2(num_experts)
@@ -59,6 +62,7 @@ def count(
         probs_TE.contiguous(),
         demand_E,
         num_tokens,
+        top_k,
         num_slots,
         NUM_EXPERTS=num_experts,
         BLOCK_T=block_t,
@@ -76,6 +80,7 @@ def _count_kernel(
     probs,
     demand,
     num_tokens,
+    top_k,
     num_slots,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -91,7 +96,10 @@ def _count_kernel(
     mass = _half_to_even(prob * 4294967296.0)
 
     scalars = totals + 2 * NUM_EXPERTS
+    goes_on = asks
     asks_any = tl.max(asks.to(tl.int64), 1)
+    demand_e = tl.sum(asks.to(tl.int64), 0)
+    tl.atomic_add(totals + e, demand_e, mask=(e < NUM_EXPERTS) & (demand_e > 0))
     tl.atomic_add(scalars + _ASKED_MASS, tl.sum(mass))
     tl.atomic_add(scalars + _NUM_TOKENS, tl.sum(asks_any))
     if kept is not None:
@@ -101,12 +109,13 @@ def _count_kernel(
         tl.atomic_add(totals + NUM_EXPERTS + e, kept_e, mask=(e < NUM_EXPERTS) & (kept_e > 0))
         tl.atomic_add(scalars + _DROPPED_MASS, tl.sum(tl.where(keeps, 0, mass)))
         tl.atomic_add(scalars + _LOST_TOKENS, tl.sum(asks_any * (1 - keeps_any)))
+        goes_on = keeps
+    beyond = tl.maximum(tl.sum(goes_on.to(tl.int64), 1) - top_k, 0)
+    tl.atomic_add(scalars + _NUM_UNPLACED, tl.sum(beyond))
     if tl.program_id(0) == 0:
-        demand_e = tl.load(demand + e, mask=e < NUM_EXPERTS, other=0).to(tl.int64)
-        before_e = tl.load(totals + e, mask=e < NUM_EXPERTS, other=0)
-        tl.store(totals + e, before_e + demand_e, mask=e < NUM_EXPERTS)
-        if max_need is not None:
-            tl.store(max_need, tl.maximum(tl.load(max_need), tl.max(demand_e)))
+        if demand is not None:
+            need_e = tl.load(demand + e, mask=e < NUM_EXPERTS, other=0).to(tl.int64)
+            tl.store(max_need, tl.maximum(tl.load(max_need), tl.max(need_e)))
         _add(scalars + _NUM_POSITIONS, num_tokens)
         _add(scalars + _NUM_PASSES, 1)
         _add(scalars + _NUM_SLOTS, num_slots)

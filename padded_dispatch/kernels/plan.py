@@ -20,7 +20,7 @@ _TILE = 4096  # Elements of the map that a program holds at once.
 _MAX_BLOCKS = 128  # Blocks of tokens, whose counts one program adds up.
 
 
-def plan(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plan(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tensors of a plan: `routing.plan.plan_in_torch` specifies them."""
     num_tokens, num_experts = map_TE.shape
     map_TE = map_TE.contiguous()
@@ -31,17 +31,16 @@ def plan(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_blocks = triton.cdiv(num_tokens, tokens_per_block)
     expert_TK = map_TE.new_empty(num_tokens, top_k, dtype=torch.int32)
     place_TK = torch.empty_like(expert_TK)
-    # Of each block: rows with a place, and rows without.
-    count_B2E = expert_TK.new_empty(num_blocks, 2, num_experts)
-    kept_E, unplaced_E = expert_TK.new_empty(2, num_experts).unbind()
+    count_BE = expert_TK.new_empty(num_blocks, num_experts)
+    kept_E = expert_TK.new_empty(num_experts)
     sizes = num_tokens, num_experts, top_k, tokens_per_block
     blocks = dict(BLOCK_T=block_t, BLOCK_E=block_e, num_warps=8)
     block_k = triton.next_power_of_2(top_k)
     _expert_kernel[(num_blocks,)](
-        map_TE, expert_TK, place_TK, count_B2E, *sizes, BLOCK_K=block_k, **blocks
+        map_TE, expert_TK, place_TK, count_BE, *sizes, BLOCK_K=block_k, **blocks
     )
-    _place_kernel[(num_blocks,)](map_TE, place_TK, count_B2E, kept_E, unplaced_E, *sizes, **blocks)
-    return expert_TK, place_TK, kept_E, unplaced_E
+    _place_kernel[(num_blocks,)](map_TE, place_TK, count_BE, kept_E, *sizes, **blocks)
+    return expert_TK, place_TK, kept_E
 
 
 @triton.jit
@@ -63,7 +62,6 @@ def _expert_kernel(
     e = tl.arange(0, BLOCK_E)
     k_of_choice = tl.arange(0, BLOCK_K)[None, :]
     placed = tl.zeros((BLOCK_E,), dtype=tl.int32)
-    unplaced = tl.zeros((BLOCK_E,), dtype=tl.int32)
     start = block * tokens_per_block
     for begin in range(start, tl.minimum(num_tokens, start + tokens_per_block), BLOCK_T):
         t = begin + tl.arange(0, BLOCK_T)
@@ -76,10 +74,7 @@ def _expert_kernel(
         tl.store(expert_of + at + k_of_choice, -1, mask=without)
         tl.store(place_of + at + k_of_choice, -1, mask=without)
         placed += tl.sum(has_place.to(tl.int32), 0)
-        unplaced += tl.sum(row, 0) - tl.sum(has_place.to(tl.int32), 0)
-    at_count = counts + block * 2 * num_experts + e
-    tl.store(at_count, placed, mask=e < num_experts)
-    tl.store(at_count + num_experts, unplaced, mask=e < num_experts)
+    tl.store(counts + block * num_experts + e, placed, mask=e < num_experts)
 
 
 @triton.jit
@@ -88,7 +83,6 @@ def _place_kernel(
     place_of,
     counts,
     kept_of,
-    unplaced_of,
     num_tokens,
     num_experts,
     top_k,
@@ -109,12 +103,8 @@ def _place_kernel(
         place = placed[None, :] + tl.cumsum(one, 0) - one
         tl.store(place_of + t[:, None].to(tl.int64) * top_k + k, place, mask=has_place)
         placed += tl.sum(one, 0)
-    num_blocks = tl.num_programs(0)
-    if block == num_blocks - 1:
+    if block == tl.num_programs(0) - 1:
         tl.store(kept_of + e, placed, mask=e < num_experts)
-        counts += num_experts
-        unplaced = _sum_of_blocks(counts, num_blocks, num_experts, 2 * BLOCK_T, BLOCK_E)
-        tl.store(unplaced_of + e, unplaced, mask=e < num_experts)
 
 
 @triton.jit
@@ -134,7 +124,7 @@ def _sum_of_blocks(counts, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK
     for begin in range(0, num_blocks, BLOCK_B):
         b = begin + tl.arange(0, BLOCK_B)[:, None]
         counted = (b < num_blocks) & (e < num_experts)
-        total += tl.sum(tl.load(counts + b * 2 * num_experts + e, mask=counted, other=0), 0)
+        total += tl.sum(tl.load(counts + b * num_experts + e, mask=counted, other=0), 0)
     return total
 
 

@@ -50,7 +50,7 @@ from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
 from padded_dispatch.utils.phases import in_backward, trains
 
 # The tensors of `Plan`; experts and places keep the shape that the tokens came in.
-_PLAN_TENSORS = "expert_SBK", "place_SBK", "kept_E", "unplaced_E"
+_PLAN_TENSORS = "expert_SBK", "place_SBK", "kept_E"
 
 _SAID = {
     "fits": "padded dispatch in evaluation: each pass has the sizes that its routing needs, and "
@@ -91,7 +91,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     expert_SBK: Tensor | None
     place_SBK: Tensor | None
     kept_E: Tensor | None
-    unplaced_E: Tensor | None
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.counters = Counters(self.configs.training, device, rank=rank)
         self.eval_counters = Counters(self.configs.evaluation, device, rank=rank)
         self.shared_overlap: SharedExpertOverlap | None = None
-        self.expert_SBK = self.place_SBK = self.kept_E = self.unplaced_E = None
+        self.expert_SBK = self.place_SBK = self.kept_E = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
         self._num_slots: dict[tuple[DispatchConfig, int], int] = {}
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
@@ -212,11 +211,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         if counters is not None and struck is not None:
             counters.struck += struck.squeeze()
         plan = make_plan(routing_map, top_k=config.top_k)
-        if counters is not None:
-            counters.num_unplaced += plan.unplaced_E.sum()
         self.expert_SBK = plan.expert_TK.view(*shape, -1)
         self.place_SBK = plan.place_TK.view(*shape, -1)
-        self.kept_E, self.unplaced_E = plan.kept_E, plan.unplaced_E
+        self.kept_E = plan.kept_E
         return tokens, choice_probs(probs, plan.expert_TK)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
@@ -231,13 +228,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     def _start(self, config: DispatchConfig, tokens_TD: Tensor) -> tuple[Plan, Wire]:
         """Begin the exchange of a pass: return the plan that the attributes hold, and its wire."""
-        assert self.expert_SBK is not None and self.place_SBK is not None
-        assert self.kept_E is not None and self.unplaced_E is not None
+        assert self.expert_SBK is not None
+        assert self.place_SBK is not None and self.kept_E is not None
         plan = Plan(
             expert_TK=self.expert_SBK.flatten(0, -2),
             place_TK=self.place_SBK.flatten(0, -2),
             kept_E=self.kept_E,
-            unplaced_E=self.unplaced_E,
         )
         num_slots = self._slots(config, tokens_TD)
         if config.fits and not self.configs.in_training:

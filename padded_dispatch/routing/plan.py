@@ -23,15 +23,12 @@ class Plan:
         expert_TK: the experts of each token, ascending; -1 behind the last.
         place_TK: number of this row among the source's rows for that expert, from 0, by token; -1
             where there is no expert.
-        kept_E: rows for each expert.
-        unplaced_E: rows of the map without a place: beyond K per token. Must be zero; nonzero means
-            that the map had more than K experts for a token.
+        kept_E: rows for each expert. Rows of the map beyond K per token have no place.
     """
 
     expert_TK: Tensor
     place_TK: Tensor
     kept_E: Tensor
-    unplaced_E: Tensor
 
 
 @nvtx_range("plan")
@@ -51,11 +48,11 @@ def make_plan(map_TE: Tensor, *, top_k: int) -> Plan:
         tensors = plan.plan(map_TE, top_k)
     else:
         tensors = plan_in_torch(map_TE, top_k)
-    expert_TK, place_TK, kept_E, unplaced_E = tensors
-    return Plan(expert_TK=expert_TK, place_TK=place_TK, kept_E=kept_E, unplaced_E=unplaced_E)
+    expert_TK, place_TK, kept_E = tensors
+    return Plan(expert_TK=expert_TK, place_TK=place_TK, kept_E=kept_E)
 
 
-def plan_in_torch(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plan_in_torch(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tensors of a plan in plain torch: the specification of `kernels.plan`."""
     num_tokens, num_experts = map_TE.shape
     before_TE = map_TE.cumsum(1) - map_TE.long()
@@ -69,8 +66,7 @@ def plan_in_torch(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, T
     expert_TK, place_TK = (
         none_TK.scatter(1, k_TE, of_TE)[:, :top_k].contiguous() for of_TE in (expert_TE, place_TE)
     )
-    kept_E = row_TE.sum(0, dtype=torch.int32)
-    return expert_TK, place_TK, kept_E, map_TE.sum(0, dtype=torch.int32) - kept_E
+    return expert_TK, place_TK, row_TE.sum(0, dtype=torch.int32)
 
 
 def choice_probs(probs_TE: Tensor, expert_TK: Tensor) -> Tensor:

@@ -34,13 +34,13 @@ class Selection:
             T.
         probs_TE: the router's dtype, exactly 0 where not kept; the router's own, itself, where
             `kept_TE` is its own map. The only field with a gradient.
-        demand_E: int32, rows asked for per expert, before dropping.
+        demand_E: int32, rows asked for per expert, before dropping; None where C is at least T.
         capacity: slots of a cell (C).
     """
 
     kept_TE: Tensor
     probs_TE: Tensor
-    demand_E: Tensor
+    demand_E: Tensor | None
     capacity: int
 
 
@@ -68,7 +68,7 @@ def select(
     require(policy in POLICIES, "policy", policy, f"be one of {', '.join(POLICIES)}")
     asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
     if capacity >= len(map_TE):
-        kept_TE, demand_E = asked_TE, asked_TE.sum(0, dtype=torch.int32)
+        kept_TE, demand_E = asked_TE, None
     elif map_TE.is_cuda:
         from padded_dispatch.kernels import select as kernels
 

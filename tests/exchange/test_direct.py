@@ -163,7 +163,7 @@ def test_a_new_shape_in_a_capture_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_tokens_that_do_not_fit_are_refused(dtype):
     nothing: Any = None
-    plan = Plan(expert_TK=nothing, place_TK=nothing, kept_E=nothing, unplaced_E=nothing)
+    plan = Plan(expert_TK=nothing, place_TK=nothing, kept_E=nothing)
     group: Any = dist.ProcessGroup(0, 2)
     exchange = DirectStores(2, group)
     expected = rf"^tokens must be bf16, fp16 or fp32 on a GPU .*, got {dtype} on cpu; set exchange="

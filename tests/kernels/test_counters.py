@@ -12,7 +12,7 @@ from padded_dispatch.routing.select import kept_map_in_torch
 from tests.support.device import DEVICE, here
 
 BOTH = pytest.mark.parametrize("run", [count, count_in_torch])
-NEVER_COUNTED = [0] * (len(SCALARS) - 7)
+NEVER_COUNTED = [0] * (len(SCALARS) - 8)
 
 
 def counters(num_experts: int) -> Counters:
@@ -30,8 +30,8 @@ def test_example(run):
     asked_TE, kept_TE = here([[True, True], [True, False]]), here([[False, True], [True, False]])
     probs_TE = here([[0.25, 0.75], [0.5, 0.0]])
     demand_E = here([2, 1]).int()
-    run(made.totals, made.max_need, asked_TE, kept_TE, probs_TE, demand_E, 2)
-    expected = [2, 1, 1, 1, 6 * 2**30, 2**30, 2, 0, 2, 1, 2, *NEVER_COUNTED]
+    run(made.totals, made.max_need, asked_TE, kept_TE, probs_TE, demand_E, 1, 2)
+    expected = [2, 1, 1, 1, 6 * 2**30, 2**30, 2, 0, 2, 1, 2, 0, *NEVER_COUNTED]
     assert made.totals.tolist() == expected
     assert made.max_need.item() == 2
 
@@ -53,19 +53,20 @@ def test_counts_are_numpys(num_tokens, num_experts, top_k, capacity, dtype, run)
 
     asked, kept = asked_TE.numpy(), kept_TE.numpy()
     mass_TE = np.rint(probs_TE.double().nan_to_num().numpy() * 2**32).astype(np.int64)
-    num_slots = num_experts * capacity
+    num_slots, most = num_experts * capacity, top_k // 2
     added = [
         *(*asked.sum(0), *kept.sum(0)),
         *(mass_TE[asked].sum(), mass_TE[asked & ~kept].sum()),
         asked.any(1).sum(),
         (asked.any(1) & ~kept.any(1)).sum(),
         *(num_tokens, 1, num_slots),
+        np.maximum(kept.sum(1) - most, 0).sum(),
         *NEVER_COUNTED,
     ]
     made = counters(num_experts)
     expected = made.totals.cpu().numpy() + np.array(added)
     maps = map(here, (asked_TE, kept_TE, probs_TE, demand_E))
-    run(made.totals, made.max_need, *maps, num_slots)
+    run(made.totals, made.max_need, *maps, most, num_slots)
     assert made.totals.tolist() == expected.tolist()
     assert made.max_need.item() == max(4, demand_E.max())
 
@@ -75,7 +76,7 @@ def test_what_only_receivers_know_is_not_counted(run):
     asked_TE, probs_TE = here([[True, True], [True, False]]), here([[0.25, 0.75], [0.5, 0.0]])
     made = counters(2)
     expected = made.totals.cpu() + torch.tensor(
-        [2, 1, 0, 0, 6 * 2**30, 0, 2, 0, 2, 1, 0, *NEVER_COUNTED]
+        [2, 1, 0, 0, 6 * 2**30, 0, 2, 0, 2, 1, 0, 1, *NEVER_COUNTED]
     )
-    run(made.totals, None, asked_TE, None, probs_TE, here([2, 1]).int(), 0)
-    assert made.totals.tolist() == expected.tolist()
+    run(made.totals, made.max_need, asked_TE, None, probs_TE, None, 1, 0)
+    assert made.totals.tolist() == expected.tolist() and made.max_need.item() == 4

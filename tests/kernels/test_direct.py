@@ -25,8 +25,8 @@ def pointers(buffers: list[Tensor]) -> Tensor:
 
 
 def plan_of(map_TE: Tensor, top_k: int) -> Plan:
-    expert_TK, place_TK, kept_E, unplaced_E = map(here, plan_in_torch(map_TE, top_k))
-    return Plan(expert_TK=expert_TK, place_TK=place_TK, kept_E=kept_E, unplaced_E=unplaced_E)
+    expert_TK, place_TK, kept_E = map(here, plan_in_torch(map_TE, top_k))
+    return Plan(expert_TK=expert_TK, place_TK=place_TK, kept_E=kept_E)
 
 
 def maps(num_ranks: int, num_tokens: int, local: int, top_k: int, routing: str) -> list[Tensor]:

@@ -83,20 +83,20 @@ def test_the_first_pass_of_recompute_is_not_counted(experts):
     """It has no gradients; evaluation has none either, and is counted."""
     options = PaddedOptions(experts=experts)
     moe = tiny.padded_layer(options, moe_expert_capacity_factor=0.5)
-    dispatcher = moe.token_dispatcher
-    three_each = torch.ones(8, 4, dtype=torch.bool)
-    three_each[:, 0] = False
+    dispatcher, map_TE = moe.token_dispatcher, torch.zeros(8, 4, dtype=torch.bool)
+    map_TE[:, 1:3] = experts == "packed"
 
     def one_pass() -> None:
         hidden, probs_TE = torch.randn(8, 1, tiny.HIDDEN), torch.rand(8, 4)
-        given = dispatcher.dispatch_preprocess(hidden, three_each, probs_TE)
+        given = dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE)
         moe.experts(*dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*given)))
 
     with torch.no_grad():
         one_pass()
     assert not dispatcher.counters.totals.any() and not dispatcher.eval_counters.totals.any()
     one_pass()
-    assert dispatcher.counters.num_unplaced.item() == 8  # K is 2.
+    counters = dispatcher.counters  # A store has room for half of the 16 rows.
+    assert (counters.kept_E.sum() if map_TE.any() else 8 * counters.idle_passes) == 8
     first_pass = dispatcher.counters.totals.clone()
     one_pass()
     assert torch.equal(dispatcher.counters.totals, 2 * first_pass)

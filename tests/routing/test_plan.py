@@ -18,8 +18,6 @@ def test_plan_is_the_reference(case: RoutingCase):
     expected = reference.plan(case.map_TE, top_k=case.top_k)
     for name in FIELDS:
         assert_same(getattr(plan, name), getattr(expected, name))
-    assert plan.unplaced_E.dtype == torch.int32
-    assert plan.unplaced_E.sum() == case.map_TE.sum() - plan.kept_E.sum()
 
 
 @pytest.mark.parametrize("top_k", [6, 7])
@@ -30,7 +28,7 @@ def test_a_large_map_is_the_reference(top_k: int):
     expected = reference.plan(map_TE, top_k=top_k)
     for name in FIELDS:
         assert_same(getattr(plan, name), getattr(expected, name))
-    assert plan.unplaced_E.sum() == (7 - top_k) * 1031
+    assert plan.kept_E.sum() == top_k * 1031
     assert all(tensor.is_contiguous() for tensor in vars(plan).values())
 
 

@@ -22,7 +22,8 @@ def test_select_is_the_reference(policy, case: RoutingCase):
     selection = select(map_TE, probs_TE, mask_T=mask_T, **given)
     expected = reference.select(case.map_TE, case.probs_TE, mask_T=case.mask_T, **given)
     assert_same(selection.kept_TE, expected.kept_TE)
-    assert_same(selection.demand_E, expected.demand_E)
+    if case.capacity < len(map_TE):
+        assert_same(selection.demand_E, expected.demand_E)
     same = case.mask_T is None and case.capacity >= len(map_TE)
     assert_same(selection.probs_TE, case.probs_TE if same else expected.probs_TE)
     assert selection.capacity == case.capacity
@@ -65,8 +66,7 @@ def test_nothing_is_selected_where_nothing_can_be_dropped(monkeypatch, capacity)
     selection = select(map_TE, probs_TE, capacity=capacity)
     assert selection.kept_TE is map_TE
     assert selection.probs_TE is probs_TE
-    assert selection.demand_E.tolist() == [6, 6, 0, 0]
-    assert selection.demand_E.dtype == torch.int32
+    assert selection.demand_E is None
 
 
 @POLICIES

@@ -66,7 +66,7 @@ class Inputs:
     def plan(self) -> Plan:
         """Return the plan."""
         maps = {"expert_TK": self.expert_TK, "place_TK": self.place_TK}
-        return Plan(**maps, kept_E=self.kept_E, unplaced_E=torch.zeros_like(self.kept_E))
+        return Plan(**maps, kept_E=self.kept_E)
 
     def copy_from(self, other: "Inputs") -> None:
         """Copy the values of `other` into these tensors."""

@@ -48,7 +48,6 @@ class Plan:
     expert_TK: NDArray
     place_TK: NDArray
     kept_E: NDArray
-    num_unplaced: int
 
 
 def select(
@@ -110,8 +109,7 @@ def plan(map_TE: NDArray, *, top_k: int) -> Plan:
         for k, e in enumerate(np.flatnonzero(map_TE[t])[:top_k]):
             expert_TK[t, k], place_TK[t, k] = e, kept_E[e]
             kept_E[e] += 1
-    num_unplaced = int(map_TE.sum() - kept_E.sum())
-    return Plan(expert_TK=expert_TK, place_TK=place_TK, kept_E=kept_E, num_unplaced=num_unplaced)
+    return Plan(expert_TK=expert_TK, place_TK=place_TK, kept_E=kept_E)
 
 
 def water_level(count_SL: NDArray, space: int) -> float:

@@ -365,7 +365,6 @@ class Model:
         if self.pool != "padded":
             return dispatcher.run(*given, weights, self.case.activation, mask_T)
         sent = dispatcher.dispatch(*given, mask_T)
-        assert not sent.plan.unplaced_E.any()
         _check_input(self.case, layer, rank.source, sent.expert_input)
         out_ND = padded_experts(sent.expert_input, weights, self.case.activation)
         return dispatcher.combine(out_ND, sent)
