@@ -63,7 +63,8 @@ def launch_all() -> None:
     asked_TE, probs_TE = torch.ones(64, 8, dtype=torch.bool), torch.ones(64, 8)
     kept_TE, demand_E = select.kept_map(asked_TE, probs_TE, 3, "probs")
     made = Counters(DispatchConfig(num_experts=8, top_k=2), "cpu")
-    counters.count(made.totals, made.max_need, asked_TE, kept_TE, probs_TE, demand_E, 2)
+    for kept, demand in ((None, None), (kept_TE, demand_E)):
+        counters.count(made.totals, made.max_need, asked_TE, kept, probs_TE, demand, 2, 2)
     rows.zero_padding(torch.ones(16, 64, dtype=bf16), torch.ones(16), demand_E[None], 2)
     choices, at_R = torch.zeros(64, 2, dtype=int32), torch.zeros(2, dtype=torch.int64)
     sizes = {"rank": 0, "num_slots": 64, "num_local_experts": 4}
