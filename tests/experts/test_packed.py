@@ -26,7 +26,7 @@ from padded_dispatch.experts.store import Buffers, Store, TakeRoom, fitting, scr
 from padded_dispatch.kernels import gemm
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from tests.support.threads import poisoned_memory, run_on_threads, threads_as_ranks
-from tests.support.whole_layers import OneRank, make_case
+from tests.support.whole_layers import OneRank, make_case, stacks_are_empty
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels would not be interpreted; see tests/gpu"
@@ -138,7 +138,7 @@ def trained(case: Case, run: Any, dtype: torch.dtype, passes: int = 1) -> dict[s
             model, run, exchange, lambda number: partial(model.store.take, [number], case.tokens)
         )
         out_TD.backward(model.grad_TD)
-        for weights in model.weights:
+        for weights in reversed(model.weights):  # As the schedule does.
             for tensor, waiting in (
                 (weights.fc2_LDF, weights.fc2_delayed),
                 (weights.fc1_LGD, weights.fc1_delayed),
@@ -149,6 +149,7 @@ def trained(case: Case, run: Any, dtype: torch.dtype, passes: int = 1) -> dict[s
                     if not case.sums:
                         assert tensor.grad is None
                         tensor.grad = gradient
+    assert stacks_are_empty(model.store)
     return {"out": out_TD.detach().double()} | model.gradients()
 
 

@@ -130,7 +130,8 @@ def test_a_batch_that_gains_or_loses_its_mask_is_refused(megatron, monkeypatch):
     masked = plain | {"padding_mask": torch.zeros(2, dtype=torch.bool)}
     load = StaticBufferLoader.__call__
     assert "static_buffers[stage][microbatch], inputs" in inspect.getsource(load)
-    loaded = []
+    loaded, seen = [], []
+    monkeypatch.setattr(guard.watch, "see_iteration", lambda: seen.append(None))
     monkeypatch.setattr(StaticBufferLoader, "__call__", lambda self, *given: loaded.append(given))
     guard.install(tiny.config("alltoall", **compat.iteration_graph()))
     loader = object.__new__(StaticBufferLoader)
@@ -144,10 +145,13 @@ def test_a_batch_that_gains_or_loses_its_mask_is_refused(megatron, monkeypatch):
         with refused if other is plain else nullcontext():
             loader(other, "training", 0)
         loader(plain, "training", 1)  # A microbatch that is new.
+        assert seen == []
         monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", {"training": object()})
         loader((captured, 1), "training", 0)
         with refused:
             loader(other, "training", 0)
+        assert len(seen) == 2  # Each begins a step that a graph replays.
+        seen.clear()
     assert len(loaded) == 8
     uninstall()
 
