@@ -97,21 +97,22 @@ def _count_kernel(
 
     scalars = totals + 2 * NUM_EXPERTS
     goes_on = asks
-    asks_any = tl.max(asks.to(tl.int64), 1)
-    demand_e = tl.sum(asks.to(tl.int64), 0)
-    tl.atomic_add(totals + e, demand_e, mask=(e < NUM_EXPERTS) & (demand_e > 0))
+    asks_any = tl.max(asks.to(tl.int32), 1)
+    demand_e = tl.sum(asks.to(tl.int32), 0)
+    tl.atomic_add(totals + e, demand_e.to(tl.int64), mask=(e < NUM_EXPERTS) & (demand_e > 0))
     tl.atomic_add(scalars + _ASKED_MASS, tl.sum(mass))
-    tl.atomic_add(scalars + _NUM_TOKENS, tl.sum(asks_any))
+    tl.atomic_add(scalars + _NUM_TOKENS, tl.sum(asks_any).to(tl.int64))
     if kept is not None:
         keeps = tl.load(kept + at, mask=inside, other=0) != 0
-        keeps_any = tl.max(keeps.to(tl.int64), 1)
-        kept_e = tl.sum(keeps.to(tl.int64), 0)
-        tl.atomic_add(totals + NUM_EXPERTS + e, kept_e, mask=(e < NUM_EXPERTS) & (kept_e > 0))
-        tl.atomic_add(scalars + _DROPPED_MASS, tl.sum(tl.where(keeps, 0, mass)))
-        tl.atomic_add(scalars + _LOST_TOKENS, tl.sum(asks_any * (1 - keeps_any)))
         goes_on = keeps
-    beyond = tl.maximum(tl.sum(goes_on.to(tl.int64), 1) - top_k, 0)
-    tl.atomic_add(scalars + _NUM_UNPLACED, tl.sum(beyond))
+        keeps_any = tl.max(keeps.to(tl.int32), 1)
+        kept_e = tl.sum(keeps.to(tl.int32), 0)
+        at_kept = totals + NUM_EXPERTS + e
+        tl.atomic_add(at_kept, kept_e.to(tl.int64), mask=(e < NUM_EXPERTS) & (kept_e > 0))
+        tl.atomic_add(scalars + _DROPPED_MASS, tl.sum(tl.where(keeps, 0, mass)))
+        tl.atomic_add(scalars + _LOST_TOKENS, tl.sum(asks_any * (1 - keeps_any)).to(tl.int64))
+    beyond = tl.maximum(tl.sum(goes_on.to(tl.int32), 1) - top_k, 0)
+    tl.atomic_add(scalars + _NUM_UNPLACED, tl.sum(beyond).to(tl.int64))
     if tl.program_id(0) == 0:
         if demand is not None:
             need_e = tl.load(demand + e, mask=e < NUM_EXPERTS, other=0).to(tl.int64)
