@@ -54,13 +54,7 @@ def recipes() -> dict[str, str]:
 
 
 def expand(name: str, folder: Path, *, graphs: str = GRAPHS_018) -> Command:
-    """Run a block in bash with stand-ins for its programs, and return what torchrun would get.
-
-    Args:
-        name: of the recipe.
-        folder: gets args.sh.
-        graphs: the recipe that GRAPHS comes from.
-    """
+    """Run a block in bash with stand-ins for its programs, and return what torchrun would get."""
     of_page = recipes()
     (folder / "args.sh").write_text(of_page["args.sh"])
     (array,) = re.findall(r"^GRAPHS=.*$", of_page[graphs], re.MULTILINE)
@@ -81,18 +75,6 @@ COMMANDS = [name for name in recipes() if name != "args.sh"]
 EACH = pytest.mark.parametrize("name", COMMANDS)
 # Flags of Megatron-LM that are named otherwise than the field of the config.
 NAMES = {"num_experts": "num_moe_experts", "te_rng_tracker": "use_te_rng_tracker"}
-
-
-def test_the_page_has_a_recipe_for_each_situation():
-    assert COMMANDS == [
-        "eager",
-        GRAPHS_018,
-        GRAPHS_016,
-        "one host",
-        "several hosts",
-        "slurm",
-        "trace",
-    ]
 
 
 def test_every_block_is_named_and_bash_can_read_it():
