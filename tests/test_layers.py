@@ -40,7 +40,6 @@ NOT_MIRRORED = {
     "test_reference.py",
     "megatron/test_contract.py",
     "megatron/test_defects.py",
-    "megatron/test_parity.py",
 }
 
 

@@ -135,13 +135,15 @@ def test_another_layer_is_seen(pool2, numbers, chosen, callers):
 
 def _one_more_call(rank: int, device: str = "cpu") -> str:
     """Return the error of the rank that makes a third call, while its peer is in a collective."""
+    limit_s = 1.0
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        limit_s = 2.0
     group = dist.new_group()
     config = DispatchConfig(num_experts=4, top_k=2, num_ranks=2)
     with pytest.MonkeyPatch.context() as monkeypatch:
         # NCCL's own watchdog has the group's limit; this wait must end long before.
-        monkeypatch.setattr(agreement_module, "time_limit", lambda group: 1.0)
+        monkeypatch.setattr(agreement_module, "time_limit", lambda group: limit_s)
         dispatcher = PaddedDispatcher(config, group=group)
     tokens_TD, probs_TE = torch.ones(3, 8, device=device), torch.ones(3, 4, device=device)
     words = ""

@@ -13,6 +13,7 @@ from tests.gpu import __main__ as program
 from tests.gpu.table import EAGER, RETRY, Row, table
 from tests.support import rows
 from tests.support.graph_protocol import GraphedLayer
+from tests.support.parity import Errors, compare
 from tests.support.pool import WorkerPool
 from tests.support.rows import Findings, found_by
 from tests.support.training import Model, Training, bits, digest, same_bits, ways_agree
@@ -159,3 +160,18 @@ def test_the_file_is_written_row_by_row_and_a_failure_does_not_end_it(tmp_path, 
     assert run["rows"][1]["case"] == {} and run["rows"][2]["case"] == {"microbatches": 1}
     assert run["rows"][2]["facts"] == {"graphs": 2}
     assert run["about"]["commit"] == "abc" and run["about"]["versions"]["megatron-core"]
+
+
+def _compared(ours: float) -> Errors:
+    """Compare `ours` with stock, which is off by 0.25 where the exact value is 5."""
+    values = {"ours": ours, "stock": 5.25, "exact": 5.0}
+    found = {who: {"x": torch.tensor([1.0, value])} for who, value in values.items()}
+    return compare(**found, dtype=torch.float32)["x"]
+
+
+def test_the_rule_of_parity_can_fail(pool2):
+    ulp_of_5 = 2.0**-21
+    for ours in (5.0, 5.5, 4.5, 5.5 + ulp_of_5):
+        assert all(errors.passed for errors in pool2.run(_compared, ours))
+    for ours in (5.5 + 2 * ulp_of_5, 4.49, torch.nan, torch.inf):
+        assert not any(errors.passed for errors in pool2.run(_compared, ours))

@@ -1,10 +1,8 @@
 """Defects of stock drop-and-pad (Megatron-Core 0.16.1 to 0.19.0), and the padded path beside them.
 
-One test per defect. It first pins the behaviour of stock, so that the README's table stays true,
-then the behaviour of the padded path with the same input. Stock is
-`moe_token_dispatcher_type="alltoall"` with `moe_expert_capacity_factor` and
-`moe_pad_expert_input_to_capacity`. If stock's half needs a GPU or Transformer Engine, the docstring
-states it, and only our half is tested.
+One test per defect pins the behaviour of stock, so that the page's table stays true, then that of
+the padded path. Stock is `alltoall` with `moe_expert_capacity_factor` and
+`moe_pad_expert_input_to_capacity`. Only ours is tested where stock's half needs a GPU.
 """
 
 import inspect

@@ -285,12 +285,10 @@ def captured(run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
 
 
 def replay_differs(first: Layer, second: Layer, num_replays: int) -> Findings:
-    """Return what differs in replays of two layers.
+    """Return what differs in replays of two layers, forward passes first, in flight together.
 
-    The graph runs the forward of all layers, `microbatches_in_flight` times each, then all backward
-    passes in the same order. Every replay has different tokens and routings. The host does not wait
-    between replays, ranks run at different paces, and an eager pass follows every 50th replay; then
-    buffers hold NaN.
+    Every replay has different tokens and routings. The host does not wait between replays, ranks
+    run at different paces; an eager pass follows every 50th replay, then buffers hold NaN.
     """
     device, layers = my_gpu(), (first, second)
     layer_of = [layer for layer in layers for _ in range(layer.microbatches_in_flight)]

@@ -6,11 +6,9 @@ first one's tokens are fed to all, so that all see the same inputs after a near 
 each step are compared: the error of the padded model, against fp32, is at most twice that of the
 stock one, plus one ulp of the largest logit.
 
-Transformer Engine 2.20.2 takes three tensors of separate memory, each from its first element on,
-for contiguous ones, and so cuDNN's attention, in bf16, reads others than it was given: queries that
-are a part of the fused projection, as without rotary embeddings, and keys and values of a cache for
-more requests than there are, whose memory was never written. That is so in stock, too. All models
-here hand their attention contiguous tensors (`contiguous_attention`).
+Transformer Engine 2.20.2 takes parts of a fused projection, and of a cache for more requests than
+there are, for contiguous tensors, so cuDNN's attention reads memory that was never written, in
+stock, too. All models here hand their attention contiguous tensors (`contiguous_attention`).
 
 With `local` graphs decoding needs the flash-attn package. `attend` stands in for it, in all models;
 it can be captured. On a CPU, `LocalGraphs` stands in for Megatron's manager of graphs.

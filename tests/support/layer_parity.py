@@ -2,8 +2,7 @@
 
 Every rank draws the whole weights from one seed. A layer takes its shards of them. Its gradients
 are put back into whole tensors and summed over all ranks, so one comparison serves every mix of
-tensor, expert and expert-tensor parallelism. It runs on CPUs over gloo (SequentialMLP, stock
-`allgather`) and on GPUs over NCCL (TEGroupedMLP, stock `alltoall`).
+parallelism, over gloo (SequentialMLP, stock `allgather`) and NCCL (TEGroupedMLP, `alltoall`).
 
 Shape suffixes: T tokens, E experts, D hidden size, I width of the experts' rows (the latent size or
 D), F expert ffn size. In comments, S and B are sequence and batch.
