@@ -29,6 +29,7 @@ import torch
 from padded_dispatch import Activation, DispatchConfig
 from tests import conftest  # noqa: F401  # It sets up the interpreter.
 from tests.support.pool import WorkerPool
+from tests.support.rows import Rows, add_results, parse
 from tests.support.whole_layers import ROUTINGS, Case, check, make_case
 
 FACTORS = 0.2, 0.4, 0.5, 0.7, 1.0, 1.25, 2.0, 4.0, math.inf, "fit"
@@ -172,11 +173,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="start none later")
     kinds = {kind.__name__: kind for kind in (dispatcher, kernels, layers)}
     parser.add_argument("--of", choices=kinds, default="dispatcher", help="default: dispatcher")
-    arguments = parser.parse_args()
+    add_results(parser, required=False)
+    arguments = parse(parser)
     torch.set_num_threads(1)
     start, failures, seen = time.monotonic(), [], Counter()
-    number, last = arguments.first, arguments.first + arguments.examples
-    while number < last and time.monotonic() - start < arguments.seconds:
+    number, last, seconds = arguments.first, arguments.first + arguments.examples, 0.0
+    while number < last and seconds < arguments.seconds:
         ran, failure = fuzz(number, min(100, last - number), seen, kinds[arguments.of])
         number += ran
         if failure is not None:
@@ -187,6 +189,10 @@ def main() -> None:
         sys.stdout.flush()
     sys.stdout.write(f"{dict(sorted(seen.items()))}\n")
     sys.stdout.writelines(f"{failure}\n" for failure in failures)
+    if arguments.out:
+        row = {"check": "random cases", "name": arguments.of, "examples": number - arguments.first}
+        row |= {"passed": not failures, "failures": failures, "seconds": round(seconds, 1)}
+        Rows(arguments, 0).add(row)
     raise SystemExit(bool(failures))
 
 

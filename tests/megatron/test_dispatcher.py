@@ -24,6 +24,8 @@ def test_no_tokens_raise():
 def _no_token_on_rank_0() -> str:
     with megatron("cpu", expert_model_parallel_size=2):
         made = tiny.padded_layer(moe_expert_capacity_factor=0.5).eval()
+        assert made.token_dispatcher._logs == (dist.get_rank() == 0)
+        made(torch.randn(2 + 3 * dist.get_rank(), 1, tiny.HIDDEN))  # Ranks may have another T.
         try:
             made(torch.randn(5 * dist.get_rank(), 1, tiny.HIDDEN))
         except ValueError as error:
@@ -35,6 +37,14 @@ def test_a_rank_without_tokens_raises_on_all(pool2):
     first, second = pool2.run(_no_token_on_rank_0)
     assert first == second
     assert "T is 0 on rank 0, any but 0 on rank 1" in first
+
+
+def test_a_layer_finds_its_factor_and_shared_experts():
+    shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True}
+    options = PaddedOptions(layer_factors={1: 3.0})
+    made = tiny.padded_layer(options, dispatcher="alltoall", **shared)
+    assert made.token_dispatcher.dispatch_config.capacity_factor == 3.0
+    assert made.token_dispatcher.shared_experts is made.shared_experts is not None
 
 
 def test_a_layer_asks_whether_its_pipeline_would_mix_passes_up(monkeypatch):

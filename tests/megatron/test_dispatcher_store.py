@@ -230,6 +230,7 @@ def _kept_rows(factor: float, recompute: dict[str, Any]) -> Any:
     differs = [n for n in found if not torch.allclose(found[n], expected[n], 1e-5, 1e-6)]
     counters = made.token_dispatcher.counters
     names = ("demand_E", "kept_E", "struck", "num_unplaced", "max_need")
+    assert made.token_dispatcher.shares_per_token == K  # Of this layer, kept or not.
     return differs, {name: getattr(counters, name).tolist() for name in names}
 
 

@@ -4,6 +4,7 @@ import gc
 import logging
 import re
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,6 +176,7 @@ def test_backward_dw_computes_what_backward_has_delayed(sums):
         weights = [made.experts.linear_fc1.weight, made.experts.linear_fc2.weight]
         if sums is not None:
             add_main_grads(made, sums)
+        assert made.experts.need_backward_dw() == bool(later)
         for given in tokens:
             output, _ = made(given.requires_grad_())
             output.square().sum().backward()
@@ -330,6 +332,18 @@ def test_auto_takes_ours_where_they_can_compute_the_config(settings, packed, rea
     chosen = chosen_experts(config)
     assert (chosen.packed, chosen.pool) == (packed, "store" if packed else "expert")
     assert chosen.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(("capability", "packed"), [((8, 9), False), ((9, 0), True)])
+def test_auto_takes_ours_from_hopper_on(monkeypatch, capability, packed):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    config = tiny.config()
+    config.bf16 = True
+    assert chosen_experts(config).packed is packed
+    config.padded_dispatch = PaddedOptions(capacity_pool="store")
+    with nullcontext() if packed else pytest.raises(ValueError, match="need a Hopper GPU or"):
+        assert chosen_experts(config).packed
 
 
 def test_auto_leaves_experts_to_adapters():
