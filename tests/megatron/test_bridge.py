@@ -1,9 +1,6 @@
-"""Hugging Face weights, adapters and saved options, by Megatron-Bridge and by stand-ins for it."""
+"""Hugging Face weights, adapters and saved options: stand-ins for Megatron-Bridge see them."""
 
 import dataclasses
-import importlib.util
-import json
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -136,52 +133,6 @@ def _how_ranks_split_experts() -> list[tuple[bool, int]]:
 
 def test_bridge_finds_how_ranks_split_experts(pool2):
     assert pool2.run(_how_ranks_split_experts) == [[(True, 0), (True, 1)]] * 2
-
-
-def ranks(tmp_path: Any, experts: str, world: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.bridge_model"]
-    started = [
-        subprocess.Popen(
-            [*command, experts, str(rank), str(world), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    found = []
-    for process in started:
-        output, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors[-3000:]
-        found.append(json.loads(output.splitlines()[-1]))
-    return found
-
-
-def needs_bridge() -> None:
-    """Skip where Megatron-Bridge is not installed.
-
-    It is no dependency, not even of the tests: it pins Megatron-Core and Transformer Engine. To run
-    these tests, install it beside the others, without its dependencies (tests/README.md).
-    """
-    try:
-        found = importlib.util.find_spec("megatron.bridge")
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
-        pytest.skip("Megatron-Bridge is not installed")
-
-
-@pytest.mark.parametrize(("experts", "num_ranks"), [("packed", 2), ("auto", 1)])
-def test_hugging_face_weights_go_to_megatron_and_back(experts, num_ranks, tmp_path):
-    """Weights are exact. Logits differ by rounding in fp32, as the stock dispatcher's do."""
-    needs_bridge()
-    for found in ranks(tmp_path, experts, num_ranks):
-        assert found["experts"] == "StackedExperts" and found["names"] and found["exact"]
-        assert found["parameters"] == [
-            f"decoder.layers.{number}.mlp.{name}" for number in (0, 1) for name in sorted(STACKED)
-        ]
-        assert found["logits_off_by"] < 5e-7
-        assert found["walks"] == dict.fromkeys(found["walks"], True) and len(found["walks"]) == 4
 
 
 OPTIONS = PaddedOptions(
