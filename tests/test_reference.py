@@ -46,7 +46,6 @@ def test_cells_are_blocks_of_sources():
     assert cells.rows_LSCD.tolist() == [[[[11], [0]], [[20], [21]]]]
     assert cells.probs_LSC.tolist() == [[[3, 0], [5, 7]]]
     assert cells.source_LSC.tolist() == [[[0, -1], [1, 1]]]
-    assert cells.token_LSC.tolist() == [[[1, -1], [0, 1]]]
 
 
 def test_a_layer_by_hand():

@@ -130,23 +130,6 @@ def test_one_capture_serves_every_routing(cuda, policy, factor, kind):
             assert torch.equal(got, want), (seed, number)
 
 
-@FACTORS
-@POLICIES
-def test_rows_move_on_a_gpu_as_on_a_cpu(cuda, policy, factor):
-    """Few probabilities differ, so that ties are frequent."""
-    sizes = {"num_experts": E, "top_k": K, "capacity_factor": factor, "policy": policy}
-    dispatcher = PaddedDispatcher(DispatchConfig(**sizes))
-    for seed in range(20):
-        on_gpu, on_cpu = (
-            dispatcher.dispatch(*(tensor.to(device) for tensor in routing(seed, cuda)))
-            for device in ("cuda", "cpu")
-        )
-        for part, names in (("expert_input", ("rows_ND", "probs_N")), ("plan", ("place_TK",))):
-            for name in names:
-                one, other = (getattr(getattr(sent, part), name) for sent in (on_gpu, on_cpu))
-                assert torch.equal(one.cpu(), other), (seed, name)
-
-
 @EACH
 def test_deterministic_mode_raises_nothing_and_changes_nothing(cuda, kind):
     step, inputs = step_of(kind, cuda), routing(3, cuda)

@@ -17,7 +17,6 @@ from padded_dispatch.megatron.options import (
     add_arguments,
     from_arguments,
     read_factor_table,
-    require_options,
     to_plain,
 )
 
@@ -104,12 +103,6 @@ def test_a_table_that_changes_later_changes_no_options():
     options = PaddedOptions(layer_factors=table)
     table[0] = "one"
     assert options.layer_factors == {3: 1.5} and options in {PaddedOptions(layer_factors={3: 1.5})}
-
-
-@pytest.mark.parametrize(("value", "fix"), [({}, r"write PaddedOptions\("), (1, "make one$")])
-def test_options_of_another_kind_are_refused(value, fix):
-    with pytest.raises(ValueError, match=rf"^options must be PaddedOptions, got .*; {fix}"):
-        require_options("options", value)
 
 
 def test_help_shows_choices_and_defaults(capsys):

@@ -72,11 +72,6 @@ class LayerCase:
     ours: tuple[tuple[str, Any], ...] = ()
     options: PaddedOptions = MODULE
 
-    @property
-    def stock_type(self) -> str:
-        """The stock dispatcher that does not drop and runs on this device."""
-        return "allgather" if self.device == "cpu" else "alltoall"
-
 
 def layer_agrees(case: LayerCase) -> Findings:
     """Run `case` on every rank; return the errors by name, and those that break the rule."""
@@ -86,7 +81,8 @@ def layer_agrees(case: LayerCase) -> Findings:
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
     ):
-        kinds = {"ours": "padded_alltoall", "again": "padded_alltoall", "stock": case.stock_type}
+        dropless = "allgather" if case.device == "cpu" else "alltoall"
+        kinds = {"ours": "padded_alltoall", "again": "padded_alltoall", "stock": dropless}
         layers = {run: build_layer(case, kind) for run, kind in kinds.items()}
         draws = [_draw(case, layers, number) for number in range(DRAWS)]
     ours, again, stock, exact = (_stacked([draw[run] for draw in draws]) for run in draws[0])

@@ -276,7 +276,6 @@ class Cells:
     rows_LSCD: NDArray
     probs_LSC: NDArray
     source_LSC: NDArray
-    token_LSC: NDArray
 
 
 def cells(
@@ -296,7 +295,6 @@ def cells(
         rows_LSCD=np.zeros((*shape, tokens_STD.shape[2]), tokens_STD.dtype),
         probs_LSC=np.zeros(shape, probs_STE.dtype),
         source_LSC=np.full(shape, -1),
-        token_LSC=np.full(shape, -1),
     )
     for own, source in np.ndindex(local, num_sources):
         e = rank * local + own
@@ -304,5 +302,4 @@ def cells(
             found.rows_LSCD[own, source, c] = tokens_STD[source, t]
             found.probs_LSC[own, source, c] = probs_STE[source, t, e]
             found.source_LSC[own, source, c] = source
-            found.token_LSC[own, source, c] = t
     return found

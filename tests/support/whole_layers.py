@@ -207,11 +207,6 @@ def _shard(config: DispatchConfig, weights: Arrays, source: int) -> Arrays:
     return {name: value[i, r * local : (r + 1) * local] for name, value in weights.items()}
 
 
-def groups_of(config: DispatchConfig) -> tuple[Any, Any]:
-    """Return this rank's two groups."""
-    return grid(config.num_ranks, config.etp_size)[:2]
-
-
 class OneRank:
     """The leaves of a case on this rank, on the CPU in fp64."""
 
@@ -349,14 +344,11 @@ def stacks_are_empty(store: Store) -> bool:
 class Model:
     """Dispatchers of all layers of a case, on this rank."""
 
-    def __init__(self, case: Case, pool: str, exchange: Any = "auto") -> None:
+    def __init__(self, case: Case, pool: str) -> None:
         self.case, self.pool, self.store = case, pool, Store()
-        group, etp_group = groups_of(case.config)
-        groups = dict(group=group, etp_group=etp_group)
-        self.dispatchers = [
-            PaddedDispatcher(case.config, **groups, exchange=exchange, store=self.store)
-            for _ in case.layers
-        ]
+        group, etp_group, _ = grid(case.config.num_ranks, case.config.etp_size)
+        given = dict(group=group, etp_group=etp_group, store=self.store)
+        self.dispatchers = [PaddedDispatcher(case.config, **given) for _ in case.layers]
 
     def layer(self, rank: OneRank, layer: int, tokens_TD: Tensor) -> Tensor:
         dispatcher, weights = self.dispatchers[layer], rank.weights_Y[layer]
