@@ -85,7 +85,10 @@ def layer_agrees(case: LayerCase) -> Findings:
         kinds = {"ours": "padded_alltoall", "again": "padded_alltoall", "stock": dropless}
         layers = {run: build_layer(case, kind) for run, kind in kinds.items()}
         draws = [_draw(case, layers, number) for number in range(DRAWS)]
-    ours, again, stock, exact = (_stacked([draw[run] for draw in draws]) for run in draws[0])
+    ours, again, stock, exact = (
+        {name: torch.stack([draw[run][name] for draw in draws]) for name in draws[0][run]}
+        for run in draws[0]
+    )
     errors = compare(ours, stock, exact, case.dtype)
     broken = [f"{name}: {error}" for name, error in errors.items() if not error.passed]
     if not all(torch.equal(ours[name], again[name]) for name in ours):
@@ -104,10 +107,6 @@ def _draw(case: LayerCase, layers: dict[str, Any], number: int) -> dict[str, dic
         maps.append(map_TE)
     assert torch.equal(maps[0], maps[2]), "both routers must choose the same experts"
     return found | {"exact": in_fp64(case, weights, tokens, grad, maps[0])}
-
-
-def _stacked(draws: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
 
 
 def _weights(case: LayerCase, number: int) -> dict[str, Tensor]:
@@ -202,7 +201,8 @@ def build_layer(case: LayerCase, dispatcher: str) -> Any:
         moe_router_topk=case.top_k,
         moe_router_pre_softmax=case.top_k == 1,
         moe_router_load_balancing_type="none",
-        moe_router_dtype=_router_dtype(case),
+        # Stock 0.19.0 with Transformer Engine 2.20.2 reads a bf16 bias as fp32: see D21.
+        moe_router_dtype=None if case.bias and case.dtype == torch.bfloat16 else "fp32",
         moe_token_dispatcher_type=dispatcher,
         moe_grouped_gemm=grouped,
         tensor_model_parallel_size=case.tp,
@@ -232,13 +232,6 @@ def build_layer(case: LayerCase, dispatcher: str) -> Any:
     layer = make(config=config, layer_number=1).to(case.device)
     layer.set_layer_number(1)
     return layer
-
-
-def _router_dtype(case: LayerCase) -> str | None:
-    # Stock 0.19.0 with Transformer Engine 2.20.2 reads a bf16 bias as fp32: see D21.
-    if case.bias and case.dtype == torch.bfloat16:
-        return None
-    return "fp64" if case.dtype == torch.float64 else "fp32"
 
 
 _REPLICATED = {

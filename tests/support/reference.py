@@ -76,11 +76,6 @@ def select(
     )
 
 
-def select_backward(kept_TE: NDArray, grad_TE: NDArray) -> NDArray:
-    """Return the gradient of the router's probabilities, zero where a row was not kept."""
-    return np.where(kept_TE, grad_TE, np.zeros_like(grad_TE))
-
-
 def strike(
     map_TE: NDArray, probs_TE: NDArray, *, num_slots: int, num_ranks: int, policy: str
 ) -> NDArray:
