@@ -123,11 +123,3 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, fl
     assert cli.main(["tune", *flags.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"padded-dispatch tune: {message}")
-
-
-def test_a_flag_that_went_is_named(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["tune", "--synthetic", "uniform", "--max-gib"])
-    assert stopped.value.code == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("padded-dispatch tune: error: unrecognized arguments: --max-gib; ")
