@@ -41,10 +41,11 @@ def test_a_rank_without_tokens_raises_on_all(pool2):
 
 def test_a_layer_finds_its_factor_and_shared_experts():
     shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True}
-    options = PaddedOptions(layer_factors={1: 3.0})
-    made = tiny.padded_layer(options, dispatcher="alltoall", **shared)
-    assert made.token_dispatcher.dispatch_config.capacity_factor == 3.0
-    assert made.token_dispatcher.shared_experts is made.shared_experts is not None
+    for experts in ("module", "packed"):
+        options = PaddedOptions(layer_factors={1: 3.0}, experts=experts)
+        made = tiny.padded_layer(options, dispatcher="alltoall", **shared)
+        assert made.token_dispatcher.dispatch_config.capacity_factor == 3.0
+        assert made.token_dispatcher.shared_experts is made.shared_experts is not None
 
 
 def test_a_layer_asks_whether_its_pipeline_would_mix_passes_up(monkeypatch):
@@ -67,6 +68,10 @@ def test_what_evaluation_drops_is_named_once(caplog, monkeypatch, captured):
     lines = [r.message for r in caplog.records if "in evaluation" in r.message]
     expected = "as in training, because a CUDA graph" if captured else "needs, and drops nothing"
     assert len(lines) == 1 and expected in lines[0]
+    log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="padded_dispatch"):
+        tiny.padded_layer(PaddedOptions(eval_factor=2.0)).eval()(torch.randn(6, 1, tiny.HIDDEN))
+    assert [r.message for r in caplog.records if "in evaluation" in r.message] == lines
     counters = moe.token_dispatcher.eval_counters
     assert bool(counters.kept_E.sum() < counters.demand_E.sum()) == captured
 
