@@ -274,7 +274,10 @@ def _folder() -> str:
     have others by the same path, and so do hosts of one name.
     """
     names = "TMPDIR", "TMP", "TEMP", "TEMPDIR"  # As torch looks for it.
-    found = os.stat(next((os.environ[name] for name in names if name in os.environ), "/tmp"))
+    path = Path(next((os.environ[name] for name in names if name in os.environ), "/tmp"))
+    if not path.is_dir():
+        return f"no {path}"  # An attempt will say so, on all ranks.
+    found = path.stat()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}, {found.st_dev}, {found.st_ino}"
 

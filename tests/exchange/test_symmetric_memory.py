@@ -148,6 +148,8 @@ def test_processes_meet_in_one_folder_of_one_host(pool2, monkeypatch, tmp_path):
     monkeypatch.undo()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert symmetric_memory._folder() != here
+    monkeypatch.setenv("TMPDIR", "/none/such")
+    assert symmetric_memory._folder() == "no /none/such"
 
 
 def test_the_log_has_the_size_in_words(monkeypatch, machine, caplog):
