@@ -217,15 +217,19 @@ def timed(run: Callable[[int], object], *, iterations: int, device: torch.device
     if device.type != "cuda":
         return timing
     iterations = math.ceil(_SUSTAINED_MS / timing.ms)
-    before, start = None, 0.0
-    for _ in range(2):  # The first heats the GPU.
-        before, start = joules(device), time.perf_counter()
+
+    def work() -> None:
         for number in range(iterations):
             run(number)
         _synchronize(device)
-    (sustained,) = _slowest([(time.perf_counter() - start) / iterations * 1e3], device)
+
+    work()  # It heats the GPU.
+    before, start = joules(device), time.perf_counter()
+    work()
+    seconds, after = time.perf_counter() - start, joules(device)
+    (sustained,) = _slowest([seconds / iterations * 1e3], device)
     used = None
-    if before is not None and (after := joules(device)) is not None:
+    if before is not None and after is not None:
         mean = torch.tensor((after - before) / iterations, device=device)
         dist.all_reduce(mean, op=dist.ReduceOp.AVG)
         used = round(mean.item(), 4)
