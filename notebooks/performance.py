@@ -14,6 +14,8 @@ import figures
 import matplotlib.pyplot as plt
 from IPython.display import Markdown
 
+from padded_dispatch.bench.report import HOST_BOUND
+
 Rows = list[dict[str, Any]]
 
 KINDS = {
@@ -31,7 +33,6 @@ GRAPHS = {
     "full-iteration": "whole iteration",
 }
 ROOFLINE = "#8695a1"
-HOST_BOUND = 0.8  # share of a row's time that the host takes, from which on the host is the limit
 
 
 def load(name: str) -> Rows:

@@ -15,7 +15,6 @@ Letters: T tokens on this rank, K experts per token, E experts, D hidden size, N
 
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from padded_dispatch import experts
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange import Exchange, Wire
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import agree_on_shapes, choose
+from padded_dispatch.exchange.choose import agree_on_shapes, choose, require_kind
 from padded_dispatch.experts import Call, ExpertWeights, padded
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.padded import ExpertInput, Sent
@@ -92,8 +91,7 @@ class PaddedDispatcher:
         self._kind: ExchangeKind = exchange
         self.agreement = Agreement(group, etp_group)
         self.agreement.check(exchange=exchange)
-        kinds = get_args(ExchangeKind)
-        require(exchange in kinds, "exchange", exchange, f"be one of {', '.join(kinds)}")
+        require_kind(exchange)
         self.store = Store() if store is None else store
         self._number = self.store.add(lambda: self.config)
         self._exchanges: dict[tuple[bool, str, torch.dtype], Exchange] = {}

@@ -15,17 +15,19 @@ Shape suffixes: S source ranks, R receiving ranks, E experts.
 """
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from torch import Tensor
 
+from padded_dispatch.bench.cases import CONTENDERS, README_FLAGS
 from padded_dispatch.utils.shapes import LayerShape
 
 _COLUMNS = (
     *("contender", "CF", "fill", "ms", "/ stock", "/ roofline", "sustained ms", "joules"),
     *("host ms", "GiB", "TFLOP/s"),
 )
-_HOST_BOUND = 0.8  # share of a time from which on the host decides it
+HOST_BOUND = 0.8  # share of a time that the host takes, from which on it decides
 _BURST_FLOP_PER_S = 790e12
 _SUSTAINED_FLOP_PER_S = 670e12
 _MEMORY_BYTES_PER_S = 4.3e12
@@ -42,17 +44,14 @@ README_CONDITIONS = {
     "megatron-core": "0.19.0",
     "transformer-engine": "2.20.2",
 }
-_README_LINES = {
-    ("qwen3-30b-a3b", "none"): "MoE layer of Qwen3-30B-A3B",
-    ("qwen3-30b-a3b", "fused"): "with gradients added to fp32 buffers",
-    ("gpt-oss-20b", "none"): "of GPT-OSS-20B",
-    ("gpt-oss-20b", "fused"): "with gradients added to fp32 buffers",
-}
-_README_COLUMNS = {
-    "ours": ("ours", "auto"),
-    "ours over NCCL": ("ours", "packed"),
-    "stock drop-and-pad": ("stock-drop-pad", None),
-}
+# Names of the cases and contenders of `README_FLAGS`, in their order.
+_README_LINES = (
+    "MoE layer of Qwen3-30B-A3B",
+    "with gradients added to fp32 buffers",
+    "of GPT-OSS-20B",
+    "with gradients added to fp32 buffers",
+)
+_README_COLUMNS = ("ours", "ours over NCCL", "stock drop-and-pad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +165,7 @@ def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
         return (_name(row), factor, "failed", *["-"] * 8)
     stock = next((other for other in block if _is_baseline(other, row)), None)
     on_gpu = row["allocated_gib"] is not None
-    waits = on_gpu and row["host_ms"] > _HOST_BOUND * row["ms"]
+    waits = on_gpu and row["host_ms"] > HOST_BOUND * row["ms"]
     return (
         _name(row),
         factor,
@@ -195,18 +194,22 @@ def _name(row: dict[str, Any]) -> str:
 
 def readme_table(rows: list[dict[str, Any]]) -> str | None:
     """Return the Markdown table of one command's rows; None if it lacks a cell."""
-    same = {"tokens": 4096, "skew": "uniform", "capacity_factor": 1.25, "graph": "layer"}
+    flags = README_FLAGS
+    names = {"tokens": "tokens", "skew": "skews", "capacity_factor": "capacity_factors"}
+    same = {name: flags[flag][0] for name, flag in names.items()}
     ms = {
-        (row["model"], row["main_grad"], row["contender"], row["variant"]): row["ms"]
+        (row["model"], row["main_grad"], row["contender"], row["variant"], row["graph"]): row["ms"]
         for row in rows
         if same.items() <= row.items()
     }
+    contenders = [CONTENDERS[key] for key in flags["contenders"]]
     lines = [
         f"| milliseconds, forward and backward | {' | '.join(_README_COLUMNS)} |",
         "|---" * (len(_README_COLUMNS) + 1) + "|",
     ]
-    for line, name in _README_LINES.items():
-        cells = [ms.get((*line, *column)) for column in _README_COLUMNS.values()]
+    cases = product(flags["models"], flags["main_grad"])
+    for name, case in zip(_README_LINES, cases, strict=True):
+        cells = [ms.get((*case, one.name, one.variant, one.graph)) for one in contenders]
         if None in cells:
             return None
         lines.append(f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")

@@ -48,8 +48,7 @@ def choose(
     Raises:
         ValueError: on all ranks, if "direct" was asked for and cannot work.
     """
-    kinds = get_args(ExchangeKind)
-    require(kind in kinds, "exchange", kind, f"be one of {', '.join(kinds)}")
+    require_kind(kind)
     local = config.num_local_experts
     collectives = Collectives(local, group, etp_group, config.policy)
     reason = _why_not_direct(etp_group, packed=packed, device=device, dtype=dtype)
@@ -68,6 +67,12 @@ def choose(
             raise
         return collectives, str(error)
     return direct, f"the {direct.group.size()} ranks share a host and reach each other's GPUs"
+
+
+def require_kind(kind: str) -> None:
+    """Raise if there is no such exchange."""
+    kinds = get_args(ExchangeKind)
+    require(kind in kinds, "exchange", kind, f"be one of {', '.join(kinds)}")
 
 
 def _why_not_direct(
