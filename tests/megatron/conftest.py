@@ -6,8 +6,15 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
+from padded_dispatch.megatron.compat import forget_moe_state
 from tests.support import tiny
 from tests.support.training import Model, world
+
+
+@pytest.fixture(autouse=True)
+def fresh_moe_state() -> None:
+    """Start each test without the losses' scale that another left: its shape depends on the way."""
+    forget_moe_state()
 
 
 @pytest.fixture(scope="module")

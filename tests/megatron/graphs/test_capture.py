@@ -64,8 +64,7 @@ def test_tape_replays_ops_and_nothing_else():
 
 
 @pytest.mark.parametrize("scopes", [(), ("attn", "moe_router", "moe_preprocess")], ids=str)
-def test_a_loop_with_graphs_equals_one_without(megatron, monkeypatch, scopes):
-    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+def test_a_loop_with_graphs_equals_one_without(megatron, scopes):
     eager, graphed = training_of(graph="none"), training_of(*scopes)
     report = graphed.capture()  # Without an eager step before; it does its own warm-up.
     assert report is not None and report.unreproducible == () and report.other_kernels == ()
@@ -279,8 +278,7 @@ def iterating(**changes: Any) -> Training:
     return training
 
 
-def test_an_iteration_must_not_change_after_its_first_call(megatron, monkeypatch):
-    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+def test_an_iteration_must_not_change_after_its_first_call(megatron):
     training = iterating()
     first, again = (training.passes()[0]["loss"] for _ in range(2))
     assert torch.equal(first, again)
