@@ -8,6 +8,7 @@ others `experts`.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 # Rows of a tile of a grouped product, and the most tiles of one expert that are computed before the
@@ -57,3 +58,30 @@ class Segments:
     num_rows: int
     num_expected: int
     tiles: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """Rows in e4m3 with a scale each: row n stands for `values[n] * scales[n]`.
+
+    A scale is the smallest power of two with which its row is within +-448; it is at least 2**-126,
+    and NaN for a row with inf or NaN. So quantizing rounds to e4m3 and nothing else.
+
+    Attributes:
+        values: float8_e4m3fn, contiguous, [..., I].
+        scales: fp32, contiguous, [...].
+        dtype: of the rows that it stands for, and of products with them.
+    """
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def empty(cls, *shape: int, dtype: torch.dtype, device: torch.device) -> "Scaled":
+        """Return unspecified memory for rows of a shape."""
+        return cls(
+            values=torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
+            scales=torch.empty(shape[:-1], dtype=torch.float32, device=device),
+            dtype=dtype,
+        )

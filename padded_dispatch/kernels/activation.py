@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from padded_dispatch.kernels import Segments
+from padded_dispatch.kernels import Scaled, Segments
 from padded_dispatch.kernels.grouped import expert_of, launch
+from padded_dispatch.kernels.rows import whole_row
+from padded_dispatch.kernels.scaled import magnitude, scale_of
 
 
 def activate(
@@ -27,17 +29,22 @@ def activate(
     gated: bool,
     clamp: float,
     offset: float,
-) -> Tensor:
+    scaled: Scaled | None = None,
+) -> Tensor | None:
     """Compute `function(gate) * up * prob` or `function(x) * prob` of the real rows.
 
     With the gradient of that result, also write the gradients of what it came from: that of fc1's
     result over `fc1_MG` (it equals that of its bias, before summing), and that of `prob_M`.
 
     Rows and their probabilities are stored, gradients loose; all are contiguous. A bias of None
-    adds nothing. The last four are those of `experts.activation.Activation`.
+    adds nothing. `function` to `offset` are those of `experts.activation.Activation`.
+
+    `scaled`, loose, gets what the next product reads: with a gradient that of fc1's result, [N, G];
+    without one the rows themselves, [N, F], which are not written otherwise.
 
     Returns:
-        Loose [N, F] in the dtype of `fc1_MG`; rows outside of the offsets are not written.
+        Loose [N, F] in the dtype of `fc1_MG`; rows outside of the offsets are not written. None
+        where only `scaled` has them.
 
     Example: `fc1 = [nan, [0, 5], [8, 3]]`, `prob = [nan, 1, .5]` and `offsets = [1, 3]` give the
     loose rows `[[0], [11.996]]` for a gated "silu", since silu(8) = 7.9973. Backward, `grad =
@@ -45,8 +52,14 @@ def activate(
     gradient `[0]` of `prob`, and `fc1 = [nan, [1.25, 0]]`: silu(0) = 0 and its slope there is 0.5.
     """
     width = fc1_MG.shape[1] // (2 if gated else 1)
-    hidden_NF = fc1_MG.new_empty(segments.num_rows, width)
+    hidden_NF = None
+    if scaled is None or grad_NF is not None:
+        hidden_NF = fc1_MG.new_empty(segments.num_rows, width)
     grid, constants = launch(fc1_MG.device, fc1_MG.dtype, width, segments.num_experts)
+    if scaled is not None:  # A program quantizes whole rows.
+        block, warps = whole_row(width)
+        rows, warps = max(1, min(128, 2048 // block)), max(4, warps)
+        constants |= {"ROWS": rows, "BLOCK": block, "BLOCKS": 1, "num_warps": warps}
     _activate_kernel[grid](
         grad_NF,
         fc1_MG,
@@ -55,6 +68,7 @@ def activate(
         segments.offsets,
         segments.num_sources,
         hidden_NF,
+        *((None, None) if scaled is None else (scaled.values, scaled.scales)),
         grad_prob_N,
         segments.num_experts,
         width,
@@ -108,6 +122,8 @@ def _activate_kernel(
     offsets,
     num_sources,
     hidden,
+    quantized,
+    scales,
     grad_probs,
     num_experts,
     width,
@@ -123,8 +139,10 @@ def _activate_kernel(
 ):
     """Write `hidden`, and if there is a gradient of it, gradients over `fc1` and to `grad_probs`.
 
-    A gate and up of a column are read and written together.
+    A gate and up of a column are read and written together. What is quantized is rounded first, as
+    it is where it is stored.
     """
+    dtype: tl.constexpr = fc1.dtype.element_ty
     halves: tl.constexpr = 2 if GATED else 1
     base, end = tl.load(offsets), tl.load(offsets + num_experts * num_sources)
     for first in tl.range(base + tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
@@ -150,16 +168,33 @@ def _activate_kernel(
                 grad_out = tl.load(grad + loose_place, mask=valid, other=0).to(WIDE)
                 if GATED:
                     grad_x = tl.where(x > CLAMP, 0.0, grad_out * prob * linear * slope)
-                    grad_up = tl.where(tl.abs(up) > CLAMP, 0.0, grad_out * prob * value)
-                    tl.store(fc1 + place + width, grad_up.to(fc1.dtype.element_ty), mask=valid)
+                    grad_up = tl.where(tl.abs(up) > CLAMP, 0.0, grad_out * prob * value).to(dtype)
+                    tl.store(fc1 + place + width, grad_up, mask=valid)
                     grad_prob += tl.sum(grad_out * (value * linear), 1)
                 else:
                     grad_x = grad_out * prob * slope
                     grad_prob += tl.sum(grad_out * value, 1)
-                tl.store(fc1 + place, grad_x.to(fc1.dtype.element_ty), mask=valid)
+                grad_x = grad_x.to(dtype)
+                tl.store(fc1 + place, grad_x, mask=valid)
             if GATED:
                 value *= linear
-            tl.store(hidden + loose_place, (value * prob).to(hidden.dtype.element_ty), mask=valid)
+            out = (value * prob).to(dtype)
+            if hidden is not None:
+                tl.store(hidden + loose_place, out, mask=valid)
+            if quantized is not None:
+                first_half = out if grad is None else grad_x
+                most = tl.max(magnitude(first_half), 1)
+                both: tl.constexpr = GATED and grad is not None
+                if both:
+                    most = tl.maximum(most, tl.max(magnitude(grad_up), 1))
+                scale, inverse = scale_of(most)
+                tl.store(scales + row - base, scale, mask=row < end)
+                to = quantized + (n - base) * (2 * width if both else width) + column
+                eight: tl.constexpr = quantized.dtype.element_ty
+                tl.store(to, (first_half.to(tl.float32) * inverse[:, None]).to(eight), mask=valid)
+                if both:
+                    second = (grad_up.to(tl.float32) * inverse[:, None]).to(eight)
+                    tl.store(to + width, second, mask=valid)
         if grad is not None:
             grad_prob = grad_prob.to(grad_probs.dtype.element_ty)
             tl.store(grad_probs + row - base, grad_prob, mask=row < end)

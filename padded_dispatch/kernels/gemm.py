@@ -21,6 +21,9 @@ that crosses the last row reads zeros there, and does not write the others. Ever
 by one program in the order of the inner dimension: the result depends on the operands alone.
 notebooks/results/LOG.md has times beside torch's products, and what was tried and left out.
 
+Rows times weights may both be `Scaled`: their values are multiplied with the sums of the tensor
+cores as they are (14 bits within a product's 32 terms on Hopper), and scaled at the end.
+
 I and O: width of an input and an output row of a linear. N: rows. L: experts.
 """
 
@@ -34,7 +37,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from padded_dispatch.config import require
-from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP, Segments
+from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP, Scaled, Segments
 
 _TILES_AT_A_TIME = 32
 
@@ -67,8 +70,8 @@ _TILES = Tiles()
 
 
 def rows_times_weights(
-    rows: Tensor,
-    weight_LOI: Tensor,
+    rows: Tensor | Scaled,
+    weight_LOI: Tensor | Scaled,
     segments: Segments,
     *,
     stored: bool,
@@ -81,12 +84,12 @@ def rows_times_weights(
     """Compute `rows @ weight[l].T` for every expert's rows.
 
     Args:
-        rows: contiguous bf16 or fp16, as wide as I, a multiple of 8.
+        rows: contiguous bf16 or fp16, as wide as I, a multiple of 8; or scaled, I a multiple of 16.
         weight_LOI: same dtype, contiguous or the transpose (1, 2) of a contiguous one; O is a
-            multiple of 8.
+            multiple of 8. Scaled with scaled rows, and contiguous.
         segments: with the table of `row_tiles`.
         stored: whether `rows` are stored, or loose.
-        out: contiguous, same dtype, as wide as O; None makes a loose one of N rows.
+        out: contiguous, in the dtype of the rows, as wide as O; None makes a loose one of N rows.
         out_stored: whether `out` is stored, or loose.
         bias_LO: contiguous, same dtype; adds `prob * bias[l]` to the rounded product.
         prob_M: stored, floating point; required with a bias.
@@ -100,15 +103,16 @@ def rows_times_weights(
     """
     if out is None:
         assert not out_stored
-        out = rows.new_empty(segments.num_rows, weight_LOI.shape[1])
+        values = weight_LOI.values if isinstance(weight_LOI, Scaled) else weight_LOI
+        out = values.new_empty(segments.num_rows, values.shape[1], dtype=rows.dtype)
     to = {"out": out, "out_stored": out_stored}
     _multiply(rows, weight_LOI, segments, tiles, stored, bias_LO, prob_M, **to)
     return out
 
 
 def rows_times_weights_at(
-    rows: Tensor,
-    weight_LOI: Tensor,
+    rows: Tensor | Scaled,
+    weight_LOI: Tensor | Scaled,
     segments: Segments,
     at_M: Tensor,
     *,
@@ -130,8 +134,8 @@ def rows_times_weights_at(
 
 
 def _multiply(
-    rows: Tensor,
-    weight_LOI: Tensor,
+    rows: Tensor | Scaled,
+    weight_LOI: Tensor | Scaled,
     segments: Segments,
     tiles: Tiles,
     stored: bool,
@@ -144,16 +148,24 @@ def _multiply(
 ) -> None:
     """Launch the kernel of both products: results go to `out`, or to the addresses `at`."""
     assert segments.tiles is not None
+    dtype, inner, scales = rows.dtype, tiles.inner, (None, None)
+    if isinstance(rows, Scaled):
+        assert isinstance(weight_LOI, Scaled)
+        scales, inner = (rows.scales, weight_LOI.scales), 2 * tiles.inner
+        rows, weight_LOI = rows.values, weight_LOI.values
+    assert isinstance(weight_LOI, Tensor)
     width_out, width_in = weight_LOI.shape[1:]
     # A descriptor needs the contiguous dimension last.
     transposed = not weight_LOI.is_contiguous()
     weight = weight_LOI.transpose(1, 2) if transposed else weight_LOI
-    block = [tiles.inner, tiles.columns] if transposed else [tiles.columns, tiles.inner]
+    assert scales[0] is None or not transposed
+    block = [inner, tiles.columns] if transposed else [tiles.columns, inner]
     _rows_times_weights_kernel[(multiprocessors(rows.device),)](
-        _packed(rows, tiles.rows, tiles.inner),
+        _packed(rows, tiles.rows, inner),
         TensorDescriptor.from_tensor(weight, [1, *block]),
         None if out is None else _packed(out, tiles.rows, tiles.columns // 2),
         at,
+        *scales,
         bias,
         probs,
         segments.offsets,
@@ -166,7 +178,8 @@ def _multiply(
         DOWN=weight[0].nbytes > _SMALL_WEIGHT,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
-        INNER=tiles.inner,
+        INNER=inner,
+        DTYPE=getattr(tl, str(dtype).removeprefix("torch.")),
         STORED=stored,
         OUT_STORED=out_stored,
         num_warps=tiles.warps,
@@ -284,6 +297,8 @@ def _rows_times_weights_kernel(
     weight,
     out,
     at,
+    row_scales,
+    weight_scales,
     bias,
     probs,
     offsets,
@@ -297,13 +312,13 @@ def _rows_times_weights_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    DTYPE: tl.constexpr,
     STORED: tl.constexpr,
     OUT_STORED: tl.constexpr,
 ):
     """Multiply; store the result in `out`, or if that is None, its rows at the addresses `at`."""
     num_tiles = tl.load(table) * tiles_across
     half: tl.constexpr = COLUMNS // 2
-    dtype: tl.constexpr = rows.dtype
     first = 0 if STORED else tl.load(offsets)
     out_first = 0 if OUT_STORED else tl.load(offsets)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
@@ -317,27 +332,33 @@ def _rows_times_weights_kernel(
             else:
                 b = weight.load([expert, column, inner]).reshape(COLUMNS, INNER).T
             sums = tl.dot(a, b, sums)
+        n = row + tl.arange(0, ROWS)
+        if row_scales is not None:
+            across = column + tl.arange(0, COLUMNS)
+            of_expert = weight_scales + expert.to(tl.int64) * width_out
+            sums *= tl.load(row_scales + n - first, mask=n < end, other=0)[:, None]
+            sums *= tl.load(of_expert + across, mask=across < width_out, other=0)[None, :]
         # In two halves: the buffer through which a tile is stored takes half the shared memory,
         # which leaves room for a fourth stage.
         left, right = _halves(sums, ROWS, COLUMNS)
-        n, o = row + tl.arange(0, ROWS), column + tl.arange(0, half)
+        o = column + tl.arange(0, half)
         if bias is not None:
             prob = tl.load(probs + n, mask=n < end, other=0).to(tl.float32)
             of_expert = bias + expert.to(tl.int64) * width_out
-            left = _add_bias(left, of_expert, prob, o, width_out, dtype)
-            right = _add_bias(right, of_expert, prob, o + half, width_out, dtype)
+            left = _add_bias(left, of_expert, prob, o, width_out, DTYPE)
+            right = _add_bias(right, of_expert, prob, o + half, width_out, DTYPE)
         if out is not None:
             shape: tl.constexpr = (1, 1, ROWS, half)
             begin, last = row - out_first, end - out_first
-            out.store(_place(begin, last, column), left.to(dtype).reshape(shape))
-            out.store(_place(begin, last, column + half), right.to(dtype).reshape(shape))
+            out.store(_place(begin, last, column), left.to(DTYPE).reshape(shape))
+            out.store(_place(begin, last, column + half), right.to(DTYPE).reshape(shape))
         else:
-            place = tl.load(at + n, mask=n < end, other=0).to(tl.pointer_type(dtype))
+            place = tl.load(at + n, mask=n < end, other=0).to(tl.pointer_type(DTYPE))
             place = tl.multiple_of(place, [16])[:, None]
             here, across = (n < end)[:, None], o[None, :]
-            tl.store(place + across, left.to(dtype), mask=here & (across < width_out))
+            tl.store(place + across, left.to(DTYPE), mask=here & (across < width_out))
             across += half
-            tl.store(place + across, right.to(dtype), mask=here & (across < width_out))
+            tl.store(place + across, right.to(DTYPE), mask=here & (across < width_out))
 
 
 @triton.jit

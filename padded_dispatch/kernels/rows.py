@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from padded_dispatch.kernels import Segments
+from padded_dispatch.kernels import Scaled, Segments
+from padded_dispatch.kernels.scaled import magnitude, scale_of
 
 
 def spread_rows(
@@ -31,6 +32,7 @@ def spread_rows(
     homes_S: Tensor | None,
     rows_MD: Tensor | None = None,
     *,
+    scaled: Scaled | None = None,
     expert_SPK: Tensor | None = None,
     place_SPK: Tensor | None = None,
     prob_SPK: Tensor | None = None,
@@ -43,7 +45,9 @@ def spread_rows(
     Values are those of `exchange.Values`, and `row_SPK`, int32, has the row of each choice.
     `homes_S`, int64, has the addresses of [P * K, D] at each source; None if no rows go home.
 
-    With `rows_MD` and all keywords the rows are stored, and found first: `row_SPK` is written, and
+    With `scaled`, loose, each token is quantized as well, into all its rows there.
+
+    With `rows_MD` and all other keywords the rows are stored, and found first: `row_SPK` is written, and
     beside each row its probability and where it goes home. Choices are those of `exchange.Arrived`,
     what is written those of `experts.store.Buffers`, with `home_M` None as `homes_S`; places from
     `level`, int32 [1], on have no room. All are contiguous.
@@ -55,6 +59,8 @@ def spread_rows(
     """
     num_sources, num_slots, width = rows_SPD.shape
     top_k, (block, warps) = row_SPK.shape[2], _columns(width)
+    if scaled is not None:  # A program quantizes a whole row.
+        block, warps = whole_row(width)
     parts = triton.cdiv(width, block)
     out = rows_SPD.new_empty(segments.num_rows, width) if rows_MD is None else rows_MD
     _spread_kernel[(num_sources * num_slots * parts,)](
@@ -68,6 +74,7 @@ def spread_rows(
         level,
         homes_S,
         out,
+        *((None, None) if scaled is None else (scaled.values, scaled.scales)),
         prob_M,
         home_M,
         own,
@@ -96,6 +103,8 @@ def _spread_kernel(
     level,
     homes,
     out,
+    quantized_out,
+    scale_out,
     prob_out,
     home_out,
     own,
@@ -138,11 +147,20 @@ def _spread_kernel(
     at = rows + token * width
     if own_rows is not None:
         at = tl.where(source == own, own_rows + slot * width, at)
-    value = tl.load(at + column, mask=wanted)
+    value = tl.load(at + column, mask=wanted, other=0)
+    base = 0
+    if quantized_out is not None:
+        base = tl.load(offsets)
+        scale, inverse = scale_of(tl.max(magnitude(value), 0))
+        quantized = (value.to(tl.float32) * inverse).to(quantized_out.dtype.element_ty)
     for n in tl.static_range(K):
         to = tl.max(tl.where(k == n, row, -3), 0)
         there = column < tl.where(to >= 0, width, 0)
         tl.store(out + (to - shift).to(tl.int64) * width + column, value, mask=there)
+        if quantized_out is not None:
+            place = (to - base).to(tl.int64)
+            tl.store(quantized_out + place * width + column, quantized, mask=there)
+            tl.store(scale_out + place, scale, mask=to >= 0)
         if homes is not None:
             lost = (home + n * row_bytes).to(tl.pointer_type(rows.dtype.element_ty))
             lost = tl.multiple_of(lost, 16) + column
@@ -305,3 +323,9 @@ def _columns(width: int) -> tuple[int, int]:
     else:
         block = 1024 if triton.cdiv(width, 1024) * 1024 < triton.cdiv(width, 2048) * 2048 else 2048
     return block, max(1, min(8, block // 256))
+
+
+def whole_row(width: int) -> tuple[int, int]:
+    """Return columns and warps of a program that has a whole row, whatever its width."""
+    block = max(16, triton.next_power_of_2(width))
+    return block, max(1, min(16, block // 256))

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 from triton.runtime import interpreter
 
 
@@ -24,6 +26,7 @@ def patch_interpreter() -> None:
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _remember_types()
+    _convert_e4m3()
 
 
 def _patch_modules_once() -> None:
@@ -50,3 +53,19 @@ def _remember_types() -> None:
         return known[name]
 
     interpreter._get_np_dtype = remembered
+
+
+def _convert_e4m3() -> None:
+    """Let torch convert to and from e4m3: the interpreter's rounding carries into no exponent."""
+    convert: Callable[..., Any] = interpreter._convert_float
+    types = {"fp32": torch.float32, "fp16": torch.float16, "fp8e4nv": torch.float8_e4m3fn}
+
+    def converted(data: Any, given: Any, wanted: Any, mode: Any) -> Any:
+        if "fp8e4nv" not in (given.name, wanted.name):
+            return convert(data, given, wanted, mode)
+        bits = np.dtype(f"uint{given.primitive_bitwidth}")
+        value = torch.from_numpy(np.ascontiguousarray(data).view(bits)).view(types[given.name])
+        bits = getattr(torch, f"uint{wanted.primitive_bitwidth}")
+        return value.to(types[wanted.name]).view(bits).numpy()
+
+    interpreter._convert_float = converted

@@ -1,0 +1,86 @@
+"""Experts in e4m3: rows with a scale each, weights with a scale for each output channel.
+
+    fc1         rows of tokens       weight [L, G, D]    quantized by the receiver, once per token
+    fc2         hidden rows          weight [L, D, F]    by the activation
+    its back    gradient rows        weight [L, F, D]    by the receiver, once per token
+    fc1's back  fc1's gradient       weight [L, D, G]    by the activation's backward
+
+Tokens and sums travel in bf16, and the store keeps rows in bf16, which the gradients of weights
+read: these see no quantized value. A product is scaled and rounded at its end. Scales are powers of
+two (`kernels.Scaled`), so its error is that of rounding both operands to e4m3, 2**-4 of a value at
+most, and of the tensor cores' sums.
+
+A weight is quantized in both orientations, since 8-bit tensor cores want the inner dimension
+contiguous: as many bytes again as in bf16. It happens when it is stale, once per optimizer step. A
+flag on the device says so, so that replays of CUDA graphs act as eager passes do.
+
+L: experts, D: hidden size, F: ffn size, G: width of fc1's result.
+"""
+
+import torch
+from torch import Tensor
+
+from padded_dispatch.kernels import Scaled
+
+
+def quantize(rows: Tensor) -> Scaled:
+    """Quantize rows [..., I], as the kernels do: see `kernels.Scaled`."""
+    wide = rows.float()
+    most = wide.abs().amax(-1)
+    # 448 = 1.75 * 2**8: the exponent less 8, and one more where the mantissa is above 1.75.
+    exponent = (((most.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(min=1)
+    scales = (exponent << 23).view(torch.float32).where(most.isfinite(), torch.nan)
+    inverse = ((254 - exponent) << 23).view(torch.float32)
+    values = (wide * inverse[..., None]).to(torch.float8_e4m3fn)
+    return Scaled(values=values, scales=scales, dtype=rows.dtype)
+
+
+def widen(scaled: Scaled, dtype: torch.dtype) -> Tensor:
+    """Return the rows that a `Scaled` stands for."""
+    return scaled.values.to(dtype) * scaled.scales[..., None].to(dtype)
+
+
+class ScaledWeights:
+    """Both weights of a layer in e4m3, in the orientations of a pass.
+
+    `refresh` goes in front of each forward pass. It quantizes if the weights are stale, as they are
+    at first.
+
+    Args:
+        fc1_LGD, fc2_LDF: contiguous; their shapes, dtype and device are read.
+
+    Attributes:
+        fc1_LGD, fc2_LDF: for forward, scaled along D and F.
+        fc1_LDG, fc2_LFD: for backward, scaled along G and D.
+    """
+
+    def __init__(self, fc1_LGD: Tensor, fc2_LDF: Tensor) -> None:
+        def empty(weight_LOI: Tensor, *axes: int) -> Scaled:
+            shape = (weight_LOI.shape[axis] for axis in axes)
+            return Scaled.empty(*shape, dtype=weight_LOI.dtype, device=weight_LOI.device)
+
+        self.fc1_LGD, self.fc1_LDG = empty(fc1_LGD, 0, 1, 2), empty(fc1_LGD, 0, 2, 1)
+        self.fc2_LDF, self.fc2_LFD = empty(fc2_LDF, 0, 1, 2), empty(fc2_LDF, 0, 2, 1)
+        self._stale = torch.ones(1, dtype=torch.int32, device=fc1_LGD.device)
+
+    def mark_stale(self) -> None:
+        """Let the next `refresh` quantize; call it whenever weights have changed."""
+        self._stale.fill_(1)
+
+    @torch.no_grad()
+    def refresh(self, fc1_LGD: Tensor, fc2_LDF: Tensor) -> None:
+        """Quantize the weights, if they are stale, without the host's knowing."""
+        for weight_LOI, form, back in (
+            (fc1_LGD, self.fc1_LGD, self.fc1_LDG),
+            (fc2_LDF, self.fc2_LDF, self.fc2_LFD),
+        ):
+            if weight_LOI.is_cuda:
+                from padded_dispatch.kernels.scaled import quantize_weight
+
+                quantize_weight(weight_LOI, self._stale, form, back)
+            elif self._stale:
+                for to, rows in ((form, weight_LOI), (back, weight_LOI.transpose(1, 2))):
+                    found = quantize(rows)
+                    to.values.copy_(found.values)
+                    to.scales.copy_(found.scales)
+        self._stale.zero_()
