@@ -18,7 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from padded_dispatch.kernels import Segments
+from padded_dispatch.kernels import Scaled, Segments
 from padded_dispatch.routing.plan import Plan
 
 
@@ -79,19 +79,19 @@ class Homeward:
     """A product whose rows, or their sums, go home: `rows @ weight[l].T + prob * bias[l]`.
 
     Attributes:
-        rows_NI: bf16, the rows of the layout.
+        rows_NI: bf16 or scaled, the rows of the layout.
         stored: whether `rows_NI` lies in the store, at the rows' own numbers; else its row 0 is the
             first row of the pass.
-        weight_LOI: contiguous, or the transpose (1, 2) of a contiguous tensor.
+        weight_LOI: contiguous, or the transpose (1, 2) of a contiguous tensor; scaled as the rows.
         bias_LO: None adds nothing.
         prob_M: stored, fp32; scales the bias.
         beside_N: fp32, a number beside each row, whose row 0 is the first row of the pass; None if
             nothing travels beside the rows.
     """
 
-    rows_NI: Tensor
+    rows_NI: Tensor | Scaled
     stored: bool
-    weight_LOI: Tensor
+    weight_LOI: Tensor | Scaled
     bias_LO: Tensor | None = None
     prob_M: Tensor | None = None
     beside_N: Tensor | None = None

@@ -3,7 +3,7 @@
     open -> lay out -> fc1 -> activation * prob -> fc2 + way home -> sum
 
 `packed` is that pass on a GPU, `plain` on a CPU; both compute real rows only, with weights of one
-parameter per linear. `padded` is for experts of others: it hands out padded cells and takes them
+parameter per linear, in e4m3 if there are weights in e4m3 (`scaled`). `padded` is for experts of others: it hands out padded cells and takes them
 back. `store` decides where rows lie and which find room.
 
 Letters: T tokens, K experts per token, L experts on this rank, D hidden size, F ffn size, G width
@@ -20,6 +20,7 @@ from torch import Tensor
 from padded_dispatch.counters import Counters
 from padded_dispatch.exchange import Wire
 from padded_dispatch.experts.activation import Activation
+from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import TakeRoom
 from padded_dispatch.routing.plan import Plan
 
@@ -39,6 +40,9 @@ class ExpertWeights:
             leaves it to autograd.
         fc1_spare_LGD, fc2_spare_LDF: with sums, what autograd gets as the gradient: memory of the
             weight's shape and dtype that is never written; layers may share it.
+        scaled: the same weights in e4m3, with which a pass computes its rows; None computes in the
+            dtype of the weights. Its refreshed state is read, so all passes between two steps
+            share it. Then D and F are multiples of 16 on CUDA devices.
         fc1_delayed, fc2_delayed: where backward keeps the gradient of a weight for later; that of
             fc2 is computed first. None computes it.
     """
@@ -51,6 +55,7 @@ class ExpertWeights:
     fc2_sums_LDF: Tensor | None = None
     fc1_spare_LGD: Tensor | None = None
     fc2_spare_LDF: Tensor | None = None
+    scaled: ScaledWeights | None = None
     fc1_delayed: Delayed | None = None
     fc2_delayed: Delayed | None = None
 

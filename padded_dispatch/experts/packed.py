@@ -5,7 +5,8 @@
 
 Rows and fc1's results lie in the store until backward; fc2's input is computed again there, in the
 pass that computes the activation's gradient, which overwrites fc1's results. So backward runs once
-per forward pass, and what a pass keeps is n * (D + G) elements.
+per forward pass, and what a pass keeps is n * (D + G) elements. Products in e4m3 read rows that are
+quantized where they are made, and kept for that product only: see `_Operands`.
 
 Pushes and returns alternate (`exchange.direct` says why), so backward always brings gradients home,
 wanted or not.
@@ -20,7 +21,8 @@ from torch import Tensor
 from padded_dispatch.exchange import Homeward, Layout
 from padded_dispatch.experts import Call, ExpertWeights, unspecified_gradient
 from padded_dispatch.experts.activation import Activation
-from padded_dispatch.kernels import Segments, gemm, grouped, layout, rows
+from padded_dispatch.experts.scaled import ScaledWeights
+from padded_dispatch.kernels import Scaled, Segments, gemm, grouped, layout, rows
 from padded_dispatch.kernels import activation as curves
 from padded_dispatch.utils.nvtx import nvtx_range
 from padded_dispatch.utils.phases import require_first_derivatives
@@ -34,9 +36,35 @@ def run(
     Raises:
         ValueError: for weights that are not in bf16, or whose sizes are no multiples of 8.
     """
-    gemm.check_on_gpu(tokens_TD, weights.fc1_LGD)
+    gemm.check_on_gpu(tokens_TD, weights.fc1_LGD, 8 if weights.scaled is None else 16)
     given = weights.fc1_LGD, weights.fc2_LDF, weights.fc1_bias_LG, weights.fc2_bias_LD
     return _Pass.apply(tokens_TD, prob_TK, *given, weights, activation, call)
+
+
+class _Operands:
+    """Weights as the products of a pass read them, and memory for rows in their format.
+
+    Attributes:
+        fc1_LGD, fc2_LDF: for forward.
+        fc1_LDG, fc2_LFD: for backward.
+    """
+
+    def __init__(
+        self, fc1_LGD: Tensor, fc2_LDF: Tensor, scaled: ScaledWeights | None, num_rows: int
+    ) -> None:
+        self._like, self._num_rows, self._scales = fc1_LGD, num_rows, scaled is not None
+        self.fc1_LGD, self.fc2_LDF = fc1_LGD, fc2_LDF
+        self.fc1_LDG, self.fc2_LFD = fc1_LGD.transpose(1, 2), fc2_LDF.transpose(1, 2)
+        if scaled is not None:
+            self.fc1_LGD, self.fc2_LDF = scaled.fc1_LGD, scaled.fc2_LDF
+            self.fc1_LDG, self.fc2_LFD = scaled.fc1_LDG, scaled.fc2_LFD
+
+    def empty(self, width: int) -> Scaled | None:
+        """Return loose memory for scaled rows; None if products read rows as they are."""
+        if not self._scales:
+            return None
+        like = self._like
+        return Scaled.empty(self._num_rows, width, dtype=like.dtype, device=like.device)
 
 
 class _Pass(torch.autograd.Function):
@@ -70,8 +98,11 @@ class _Pass(torch.autograd.Function):
         buffers = room.buffers(width, fc1_width, tokens_TD.dtype, tokens_TD.device)
         home_M = None if wire.homes_S is None else buffers.home_M
         row_SPK = torch.empty_like(arrived.expert_SPK)
+        operands = _Operands(fc1_LGD, fc2_LDF, weights.scaled, room.most)
+        scaled_ND = operands.empty(width)
         rows.spread_rows(
             **vars(arrived.values),
+            scaled=scaled_ND,
             row_SPK=row_SPK,
             expert_SPK=arrived.expert_SPK,
             place_SPK=arrived.place_SPK,
@@ -84,14 +115,16 @@ class _Pass(torch.autograd.Function):
             home_M=home_M,
         )
         laid_out = Layout(segments=segments, row_SPK=row_SPK, home_M=home_M)
-        given = buffers.rows_MD, fc1_LGD, segments
-        gemm.rows_times_weights(*given, stored=True, out=buffers.fc1_MG, out_stored=True)
+        given = scaled_ND or buffers.rows_MD, operands.fc1_LGD, segments
+        to = {"out": buffers.fc1_MG, "out_stored": True}
+        gemm.rows_times_weights(*given, stored=scaled_ND is None, **to)
         given = buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments
-        hidden_NF = curves.activate(*given, **vars(act))
+        scaled_NF = operands.empty(fc2_LDF.shape[2])
+        hidden_NF = curves.activate(*given, **vars(act), scaled=scaled_NF)
         product = Homeward(
-            rows_NI=hidden_NF,
+            rows_NI=scaled_NF or hidden_NF,
             stored=False,
-            weight_LOI=fc2_LDF,
+            weight_LOI=operands.fc2_LDF,
             bias_LO=fc2_bias_LD,
             prob_M=buffers.prob_M,
         )
@@ -119,12 +152,16 @@ class _Pass(torch.autograd.Function):
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
         values = wire.push(grad_TD.contiguous())
         given = {"row_SPK": laid_out.row_SPK, "segments": segments, "homes_S": wire.homes_S}
-        grad_ND = rows.spread_rows(**vars(values), **given)
-        grad_NF = gemm.rows_times_weights(grad_ND, fc2_LDF.transpose(1, 2), segments, stored=False)
+        operands = _Operands(fc1_LGD, fc2_LDF, weights.scaled, segments.num_rows)
+        scaled_ND = operands.empty(fc1_LGD.shape[2])
+        grad_ND = rows.spread_rows(**vars(values), **given, scaled=scaled_ND)
+        given = scaled_ND or grad_ND, operands.fc2_LFD, segments
+        grad_NF = gemm.rows_times_weights(*given, stored=False)
         grad_prob_N = prob_M.new_empty(segments.num_rows)
         given = fc1_MG, fc1_bias_LG, prob_M, segments, grad_NF, grad_prob_N
-        hidden_NF = curves.activate(*given, **vars(ctx.activation))
-        del grad_NF, given
+        scaled_NG = operands.empty(fc1_LGD.shape[1])
+        hidden_NF = curves.activate(*given, **vars(ctx.activation), scaled=scaled_NG)
+        del grad_NF, given, scaled_ND
         grad_fc1_MG = fc1_MG  # Overwritten.
         grad_fc2_bias = grad_fc1_bias = None
         if fc2_bias_LD is not None:
@@ -149,9 +186,9 @@ class _Pass(torch.autograd.Function):
         if needs_fc2 and weights.fc2_delayed is None:
             grad_fc2 = of_fc2()
         product = Homeward(
-            rows_NI=grad_fc1_MG,
-            stored=True,
-            weight_LOI=fc1_LGD.transpose(1, 2),
+            rows_NI=scaled_NG or grad_fc1_MG,
+            stored=scaled_NG is None,
+            weight_LOI=operands.fc1_LDG,
             beside_N=grad_prob_N,
         )
         home = wire.home(product, laid_out)

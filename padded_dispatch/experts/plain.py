@@ -2,6 +2,8 @@
 
     open -> lay out -> rows -> (fc1 -> activation -> fc2) of each expert -> prob -> sum -> bring
 
+With weights in e4m3 a product quantizes its rows, and in backward its gradient (`_Product`).
+
 Rows are read on the host here, so a pass computes its real rows and nothing else. Products and sums
 are done in at least fp32, and each step rounds once, as on GPUs. A row that found no room is not
 among the rows of its pass, so it adds zero to its token, and its token gets no gradient from it.
@@ -10,6 +12,7 @@ Letters: S sources of P slots, K choices of a token, L experts on this rank, D h
 size, G width of fc1's result, n rows of the pass. `..._N` has one element for each of these n.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -19,7 +22,9 @@ from torch import Tensor
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts import Call, ExpertWeights, unspecified_gradient
 from padded_dispatch.experts.activation import Activation, activate
+from padded_dispatch.experts.scaled import quantize, widen
 from padded_dispatch.experts.store import Room
+from padded_dispatch.kernels import Scaled
 
 NO_LEVEL = 2**31 - 1  # Every place is below it.
 
@@ -131,31 +136,61 @@ def _experts(
     weights: ExpertWeights,
     activation: Activation,
 ) -> Tensor:
-    dtype, wide, no_bias = rows_ND.dtype, _wide(rows_ND.dtype), [None] * len(kept_L)
+    dtype, no_bias, scaled = rows_ND.dtype, [None] * len(kept_L), weights.scaled
     fc1_LGD = _Weight.apply(
         weights.fc1_LGD, weights.fc1_sums_LGD, weights.fc1_spare_LGD, weights.fc1_delayed
     )
     fc2_LDF = _Weight.apply(
         weights.fc2_LDF, weights.fc2_sums_LDF, weights.fc2_spare_LDF, weights.fc2_delayed
     )
+    forms = (None,) * 4
+    if scaled is not None:
+        forms = scaled.fc1_LGD, scaled.fc1_LDG, scaled.fc2_LDF, scaled.fc2_LFD
     fc1_bias_LG, fc2_bias_LD = weights.fc1_bias_LG, weights.fc2_bias_LD
     of_experts = zip(
         rows_ND.split(kept_L),
         prob_N.split(kept_L),
-        fc1_LGD.unbind(),
+        _products(fc1_LGD, *forms[:2]),
         no_bias if fc1_bias_LG is None else fc1_bias_LG.unbind(),
-        fc2_LDF.unbind(),
+        _products(fc2_LDF, *forms[2:]),
         no_bias if fc2_bias_LD is None else fc2_bias_LD.unbind(),
         strict=True,
     )
     out = []
-    for rows, prob, fc1_GD, fc1_bias, fc2_DF, fc2_bias in of_experts:
-        fc1 = (rows.to(wide) @ fc1_GD.T).to(dtype)
-        product = activate(fc1, prob, activation, fc1_bias).to(wide) @ fc2_DF.T
+    for rows, prob, of_fc1, fc1_bias, of_fc2, fc2_bias in of_experts:
+        product = of_fc2(activate(of_fc1(rows).to(dtype), prob, activation, fc1_bias))
         if fc2_bias is not None:
             product = product + prob[:, None] * fc2_bias
         out.append(product.to(dtype))
     return torch.cat(out)
+
+
+def _products(
+    weight_LOI: Tensor, form: Scaled | None, back: Scaled | None
+) -> list[Callable[[Tensor], Tensor]]:
+    """Return, for each expert, what multiplies rows by its weight; results are wide."""
+    if form is None or back is None:
+        return [lambda rows, weight=weight: rows.to(weight) @ weight.T for weight in weight_LOI]
+    forms = zip(*(widen(one, weight_LOI.dtype) for one in (form, back)), strict=True)
+    return [
+        lambda rows, given=given: _Product.apply(rows, *given)
+        for given in ((weight, *both) for weight, both in zip(weight_LOI, forms, strict=True))
+    ]
+
+
+class _Product(torch.autograd.Function):
+    """`rows @ weight.T` in e4m3, as is the gradient of the rows; the weight's is not."""
+
+    @staticmethod
+    def forward(ctx, rows_NI, weight_OI, form_OI, back_IO):
+        ctx.save_for_backward(rows_NI, back_IO)
+        return widen(quantize(rows_NI), form_OI.dtype) @ form_OI.T
+
+    @staticmethod
+    def backward(ctx, grad_NO):  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows_NI, back_IO = ctx.saved_tensors
+        grad_rows = widen(quantize(grad_NO), grad_NO.dtype) @ back_IO.T
+        return grad_rows.to(rows_NI), grad_NO.T @ rows_NI.to(grad_NO), None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

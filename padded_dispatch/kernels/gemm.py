@@ -197,7 +197,7 @@ def _packed(rows: Tensor, num_rows: int, columns: int) -> TensorDescriptor:
     )
 
 
-def check_on_gpu(rows: Tensor, weight_LOI: Tensor) -> None:
+def check_on_gpu(rows: Tensor, weight_LOI: Tensor, multiple: int = 8) -> None:
     """Raise if these products do not compute such rows and weights.
 
     Raises:
@@ -213,10 +213,10 @@ def check_on_gpu(rows: Tensor, weight_LOI: Tensor) -> None:
     )
     sizes = tuple(weight_LOI.shape[1:])
     require(
-        sizes[0] % 8 == 0 and sizes[1] % 8 == 0,
+        sizes[0] % multiple == 0 and sizes[1] % multiple == 0,
         "hidden and ffn sizes",
         sizes,
-        "be multiples of 8 for packed experts on a GPU",
+        f"be multiples of {multiple} for packed experts on a GPU",
         fix,
     )
 
