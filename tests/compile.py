@@ -10,6 +10,7 @@ import os
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+import dataclasses
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,9 @@ from triton.runtime.jit import JITFunction
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.counters import Counters
 from padded_dispatch.experts import packed
+from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.kernels import (
+    Scaled,
     activation,
     counters,
     direct,
@@ -32,13 +35,14 @@ from padded_dispatch.kernels import (
     grouped,
     layout,
     rows,
+    scaled,
     select,
 )
 from padded_dispatch.kernels import plan as plans
 from padded_dispatch.routing import plan as routing
 from tests.experts.test_packed import GPT_OSS, Case, trained
 
-MODULES = activation, counters, direct, gemm, grouped, layout, plans, rows, select
+MODULES = activation, counters, direct, gemm, grouped, layout, plans, rows, scaled, select
 bf16, int32 = torch.bfloat16, torch.int32
 
 
@@ -59,12 +63,18 @@ def launch_all() -> None:
         patch.object(routing, "plan_in_torch", plans.plan),
         patch("tests.experts.test_packed.choice_probs", plans.ChoiceProbs.apply),
     ):
-        trained(Case(biased=True, sums=True, activation=GPT_OSS), packed.run, bf16)
+        case = Case(biased=True, sums=True, activation=GPT_OSS)
+        trained(case, packed.run, bf16)
+        with patch.object(ScaledWeights, "refresh"):
+            trained(dataclasses.replace(case, scaled=True), packed.run, bf16)
     asked_TE, probs_TE = torch.ones(64, 8, dtype=torch.bool), torch.ones(64, 8)
     kept_TE, demand_E = select.kept_map(asked_TE, probs_TE, 3, "probs")
     made = Counters(DispatchConfig(num_experts=8, top_k=2), "cpu")
     for kept, demand in ((None, None), (kept_TE, demand_E)):
         counters.count(made.totals, made.max_need, asked_TE, kept, probs_TE, demand, 2, 2)
+    values, back = (Scaled.empty(2, 64, 64, dtype=bf16, device=torch.device("cpu")) for _ in "ab")
+    weights, stale = torch.ones(2, 64, 64, dtype=bf16), torch.ones(1, dtype=int32)
+    scaled.quantize_weight(weights, stale, values, back)
     rows.zero_padding(torch.ones(16, 64, dtype=bf16), torch.ones(16), demand_E[None], 2)
     choices, at_R = torch.zeros(64, 2, dtype=int32), torch.zeros(2, dtype=torch.int64)
     sizes = {"rank": 0, "num_slots": 64, "num_local_experts": 4}
@@ -79,8 +89,10 @@ def launch_all() -> None:
         num_expected=64,
         tiles=torch.zeros(4, 4, dtype=int32),
     )
-    weights, to = torch.ones(2, 64, 64, dtype=bf16), torch.zeros(64, dtype=torch.int64)
+    to = torch.zeros(64, dtype=torch.int64)
     gemm.rows_times_weights_at(weights[0], weights, segments, to, stored=False)
+    eight = Scaled(values=values.values[0], scales=values.scales[0], dtype=bf16)
+    gemm.rows_times_weights_at(eight, values, segments, to, stored=False)
 
 
 def compiled(arch: int, *, once: bool = False) -> dict[str, int]:

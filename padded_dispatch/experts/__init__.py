@@ -3,8 +3,9 @@
     open -> lay out -> fc1 -> activation * prob -> fc2 + way home -> sum
 
 `packed` is that pass on a GPU, `plain` on a CPU; both compute real rows only, with weights of one
-parameter per linear, in e4m3 if there are weights in e4m3 (`scaled`). `padded` is for experts of others: it hands out padded cells and takes them
-back. `store` decides where rows lie and which find room.
+parameter per linear, in e4m3 if they are given in e4m3, too (`scaled`). `padded` is for experts of
+others: it hands out padded cells and takes them back. `store` decides where rows lie and which find
+room.
 
 Letters: T tokens, K experts per token, L experts on this rank, D hidden size, F ffn size, G width
 of fc1's result: 2F (gate before up) if the activation is gated, else F.

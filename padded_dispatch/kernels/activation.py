@@ -30,7 +30,7 @@ def activate(
     clamp: float,
     offset: float,
     scaled: Scaled | None = None,
-) -> Tensor | None:
+) -> Tensor:
     """Compute `function(gate) * up * prob` or `function(x) * prob` of the real rows.
 
     With the gradient of that result, also write the gradients of what it came from: that of fc1's
@@ -43,7 +43,7 @@ def activate(
     without one the rows themselves, [N, F], which are not written otherwise.
 
     Returns:
-        Loose [N, F] in the dtype of `fc1_MG`; rows outside of the offsets are not written. None
+        Loose [N, F] in the dtype of `fc1_MG`; rows outside of the offsets are not written. Empty
         where only `scaled` has them.
 
     Example: `fc1 = [nan, [0, 5], [8, 3]]`, `prob = [nan, 1, .5]` and `offsets = [1, 3]` give the
@@ -52,14 +52,13 @@ def activate(
     gradient `[0]` of `prob`, and `fc1 = [nan, [1.25, 0]]`: silu(0) = 0 and its slope there is 0.5.
     """
     width = fc1_MG.shape[1] // (2 if gated else 1)
-    hidden_NF = None
-    if scaled is None or grad_NF is not None:
-        hidden_NF = fc1_MG.new_empty(segments.num_rows, width)
+    writes = scaled is None or grad_NF is not None
+    hidden_NF = fc1_MG.new_empty(segments.num_rows if writes else 0, width)
     grid, constants = launch(fc1_MG.device, fc1_MG.dtype, width, segments.num_experts)
     if scaled is not None:  # A program quantizes whole rows.
         block, warps = whole_row(width)
-        rows, warps = max(1, min(128, 2048 // block)), max(4, warps)
-        constants |= {"ROWS": rows, "BLOCK": block, "BLOCKS": 1, "num_warps": warps}
+        constants = constants | {"ROWS": max(1, min(128, 2048 // block)), "BLOCK": block}
+        constants |= {"BLOCKS": 1, "num_warps": max(4, warps)}
     _activate_kernel[grid](
         grad_NF,
         fc1_MG,
@@ -67,7 +66,7 @@ def activate(
         prob_M,
         segments.offsets,
         segments.num_sources,
-        hidden_NF,
+        hidden_NF if writes else None,
         *((None, None) if scaled is None else (scaled.values, scaled.scales)),
         grad_prob_N,
         segments.num_experts,

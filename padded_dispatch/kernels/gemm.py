@@ -21,8 +21,8 @@ that crosses the last row reads zeros there, and does not write the others. Ever
 by one program in the order of the inner dimension: the result depends on the operands alone.
 notebooks/results/LOG.md has times beside torch's products, and what was tried and left out.
 
-Rows times weights may both be `Scaled`: their values are multiplied with the sums of the tensor
-cores as they are (14 bits within a product's 32 terms on Hopper), and scaled at the end.
+Rows and weights may both be `Scaled`. Then their values are multiplied, with the tensor cores' own
+sums, which are faster and less exact than fp32, and scaled at the end.
 
 I and O: width of an input and an output row of a linear. N: rows. L: experts.
 """

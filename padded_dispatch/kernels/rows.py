@@ -47,10 +47,10 @@ def spread_rows(
 
     With `scaled`, loose, each token is quantized as well, into all its rows there.
 
-    With `rows_MD` and all other keywords the rows are stored, and found first: `row_SPK` is written, and
-    beside each row its probability and where it goes home. Choices are those of `exchange.Arrived`,
-    what is written those of `experts.store.Buffers`, with `home_M` None as `homes_S`; places from
-    `level`, int32 [1], on have no room. All are contiguous.
+    With `rows_MD` and all other keywords the rows are stored, and found first: `row_SPK` is
+    written, and beside each row its probability and where it goes home. Choices are those of
+    `exchange.Arrived`, what is written those of `experts.store.Buffers`, with `home_M` None as
+    `homes_S`; places from `level`, int32 [1], on have no room. All are contiguous.
 
     Examples: rows a and b, `row = [[[6, 5]], [[-1, 7]]]` and offsets that begin at 5 give `[a, a,
     b]`. S = 1, L = 2, offsets `[5, 6, 8]`, level 1, tokens a, b, c with experts `[[0, 1], [1, 7],

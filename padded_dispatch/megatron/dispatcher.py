@@ -43,7 +43,7 @@ from padded_dispatch.experts.store import Store, TakeRoom, fitting, scratch
 from padded_dispatch.megatron.chunks import Calls, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import check_config, check_pipeline, log_once, padded_options
-from padded_dispatch.megatron.experts import chosen_experts, require_gradients_arrive
+from padded_dispatch.megatron.experts import chosen_experts, in_fp8, require_gradients_arrive
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
@@ -303,6 +303,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
 
     def _set_layer(self, number: int) -> None:
         super()._set_layer(number)
+        self.experts.in_fp8 = in_fp8(self.config, number)
         if self._calls is None:
             training = partial(getattr, self.configs, "training")
             self._calls = join(self.config, number, training, self._pipeline, self.ep_group)

@@ -24,6 +24,11 @@ are the same. Megatron's DDP with `delay_wgrad_compute` leaves the weights to
 gradient once it is there. With other wrappers `backward_dw` adds to `main_grad` itself. Biases have
 their gradient right after backward, as with TEGroupedMLP.
 
+With `fp8` and the recipes `tensorwise` and `delayed` they compute in e4m3 with a scale per row, as
+`padded_dispatch.experts.scaled` says. Weights stay in bf16, for checkpoints and optimizers, too,
+also with `fp8_param_gather`. They are quantized once per step: `set_is_first_microbatch`, which
+Megatron's schedules call outside of graphs of layers, marks them on the device.
+
 Letters: T tokens, L experts on this rank, D hidden size, F ffn size, G columns of fc1.
 """
 
@@ -39,6 +44,7 @@ from torch import Tensor, nn
 from padded_dispatch.config import CapacityPool, require
 from padded_dispatch.experts import Call, ExpertWeights, run
 from padded_dispatch.experts.activation import Activation, Function
+from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.megatron.compat import (
     FUSED_SWIGLU_CLAMPS,
     LOCAL_GRAPHS_ADD_GRADIENTS,
@@ -51,6 +57,9 @@ from padded_dispatch.megatron.stacked_linear import ShardedLayout, StackedLinear
 from padded_dispatch.utils.phases import is_capturing
 
 _REMEDY = 'PaddedOptions(experts="module")'
+
+# With a scale per tensor, which is coarser than a scale per row.
+_FP8_RECIPES = "tensorwise", "delayed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +81,9 @@ def chosen_experts(config: Any) -> ChosenExperts:
     """Return the experts that the options of a config mean, and which rows share room.
 
     "auto" keeps the spec's module where the config has a setting that `StackedExperts` does not
-    compute (fp8 among them), where training is not in bf16, and on GPUs before Hopper. Rows share a
-    store where experts are packed, unless the options say otherwise; a store needs packed experts.
+    compute (some recipes of fp8 among them), where training is not in bf16, and on GPUs before
+    Hopper. Rows share a store where experts are packed, unless the options say otherwise; a store
+    needs packed experts.
 
     Raises:
         ValueError: if a store was asked for, and packed experts do not support the config.
@@ -89,6 +99,8 @@ def chosen_experts(config: Any) -> ChosenExperts:
     elif options.experts == "auto":
         reason = _against_ours(config)
         packed, reason = not reason, reason or "experts='auto'"
+    if packed and config.fp8:
+        reason += "; in e4m3 with a scale per row"
     if pool == "auto":
         pool = "store" if packed else "expert"
     return ChosenExperts(packed=packed, pool=pool, reason=reason)
@@ -135,8 +147,9 @@ def _against_ours(config: Any) -> str:
     if (config.expert_tensor_parallel_size or 1) > 1:
         return "no times were measured with expert_tensor_parallel_size above 1"
     sizes = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
-    if any(size % 8 for size in sizes):
-        return f"the sizes {sizes[0]} and {sizes[1]} are not multiples of 8"
+    multiple = 16 if config.fp8 else 8
+    if any(size % multiple for size in sizes):
+        return f"the sizes {sizes[0]} and {sizes[1]} are not multiples of {multiple}"
     return _against_device()
 
 
@@ -165,6 +178,18 @@ def adds_gradients(config: Any) -> bool:
     return True
 
 
+def in_fp8(config: Any, number: int | None = None) -> bool:
+    """Return whether experts of layer `number`, from 1, compute in fp8, as Megatron's would.
+
+    Layers of multi-token prediction, whose numbers come last, do. None is any layer.
+    """
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+
+    if number is None or number > config.num_layers:
+        return bool(config.fp8)
+    return bool(config.fp8) and not is_first_last_bf16_layer(config, number - 1)
+
+
 class StackedExperts(MegatronModule):
     """Experts of one rank, with one parameter per linear.
 
@@ -175,6 +200,7 @@ class StackedExperts(MegatronModule):
 
     Attributes:
         call: the pass that begins, from the dispatcher; None outside of it.
+        in_fp8: whether passes compute in e4m3.
 
     Raises:
         ValueError: names every setting that it does not support.
@@ -199,8 +225,45 @@ class StackedExperts(MegatronModule):
 
         self.linear_fc1, self.linear_fc2 = stacked("linear_fc1", 0), stacked("linear_fc2", 1)
         self.call: Call | None = None
+        self.in_fp8 = in_fp8(config)
+        self._scaled: ScaledWeights | None = None
+        self.register_load_state_dict_post_hook(_loaded)
         # Each rank would add fc2's bias to its part of the sum. Megatron refuses such configs, too.
         assert not splits or self.linear_fc2.bias is None
+
+    def mark_stale(self) -> None:
+        """Let the next pass quantize the weights: they have changed, or may have."""
+        if self._scaled is not None:
+            self._scaled.mark_stale()
+
+    @property
+    def is_first_microbatch(self) -> bool:
+        """False; Megatron sets it before the first micro-batch of each step, if there is fp8."""
+        return False
+
+    @is_first_microbatch.setter
+    def is_first_microbatch(self, value: bool) -> None:
+        if value:
+            self.mark_stale()
+
+    def train(self, mode: bool = True) -> "StackedExperts":
+        """Set the mode; evaluation may follow a step that no schedule ran."""
+        self.mark_stale()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._scaled = None  # Parameters go to another device, or get another dtype.
+        return super()._apply(fn, recurse)
+
+    def _refreshed(self) -> ScaledWeights | None:
+        """Return the weights in e4m3 as they are now; None if passes do not compute in it."""
+        if not self.in_fp8:
+            return None
+        weights = self.linear_fc1.weight, self.linear_fc2.weight
+        if self._scaled is None:
+            self._scaled = ScaledWeights(*weights)
+        self._scaled.refresh(*weights)
+        return self._scaled
 
     def forward(self, tokens_TD: Tensor, rows_E: Tensor, prob_TK: Tensor) -> tuple[Tensor, None]:
         """Compute the experts of every token, on whatever rank they are.
@@ -227,6 +290,7 @@ class StackedExperts(MegatronModule):
             fc2_sums_LDF=sums[1],
             fc1_spare_LGD=None if sums[0] is None else first.spare(),
             fc2_spare_LDF=None if sums[1] is None else second.spare(),
+            scaled=self._refreshed(),
             fc1_delayed=first.delayed,
             fc2_delayed=second.delayed,
         )
@@ -271,6 +335,10 @@ class StackedExperts(MegatronModule):
             for name, linear in linears.items()
             for key, value in linear.sharded(name, layout, halves[name]).items()
         }
+
+
+def _loaded(experts: StackedExperts, keys: Any) -> None:
+    experts.mark_stale()
 
 
 _FUNCTIONS: dict[Function, tuple[Any, ...]] = {
@@ -323,6 +391,12 @@ def _refused(config: Any) -> str:
 
 def _refusals(config: Any) -> list[str]:
     found = refusals(config, _FIELDS)
+    if config.fp8 and config.fp8_recipe not in _FP8_RECIPES:
+        recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
+        found.append(
+            f"  fp8_recipe={recipe!r}: they scale rows, which is coarser; known are "
+            f"{' and '.join(_FP8_RECIPES)}. Remedy: {_REMEDY}."
+        )
     clamp, fused = config.activation_func_clamp_value, config.bias_activation_fusion
     leaves_out = fused and config.activation_func is F.silu and not FUSED_SWIGLU_CLAMPS
     if clamp is not None and leaves_out:
@@ -349,7 +423,6 @@ _FIELDS = (
     _field("moe_single_grouped_bias", "biases are read one by one", bool),
     _field("moe_apply_probs_on_input", "probabilities weigh the activation", bool),
     _field("fp16", "they compute in bf16, on CPUs in any other dtype, too", bool),
-    _field("fp8", "they compute in bf16", given),
     _field("fp4", "they compute in bf16", given),
     _field("quant_recipe", "they compute in bf16", given),
     _field(

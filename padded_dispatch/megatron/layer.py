@@ -59,6 +59,18 @@ def _without_op_fuser(config: Any) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _with_bf16_weights(config: Any) -> Iterator[None]:
+    """Let packed experts find weights in bf16, with `fp8_param_gather`, too."""
+    if config.fp8 and config.fp8_param and chosen_experts(config).packed:
+        from transformer_engine.pytorch import fp8_model_init
+
+        with fp8_model_init(enabled=False):
+            yield
+    else:
+        yield
+
+
 def build(
     init: Callable[..., None],
     layer: Any,
@@ -81,7 +93,11 @@ def build(
     check_config(config)
     guard.install(config)
     pg_collection = pg_collection or get_default_pg_collection()
-    with dispatcher_type(config, "allgather"), _without_op_fuser(config):
+    with (
+        dispatcher_type(config, "allgather"),
+        _without_op_fuser(config),
+        _with_bf16_weights(config),
+    ):
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
     if chosen_experts(config).packed:

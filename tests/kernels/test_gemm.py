@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP, Segments, gemm
+from padded_dispatch.experts.scaled import quantize, widen
+from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP, Scaled, Segments, gemm
 from tests.support.device import DEVICE, equal, here, in_store, operand, real, segments_of
 
 # The interpreter's products of bf16 are wrong (Triton 3.9): it multiplies the bits.
@@ -210,6 +211,42 @@ def test_a_bias_is_added_to_the_rounded_product(counts, base, num_sources, store
     )
     expected_n = (big + prob_n * bias_L.repeat_interleave(torch.tensor(counts))).to(DTYPE)
     equal((real(out_NO, segments, False), expected_n[:, None].expand(-1, 40)))
+
+
+@ROWS
+@pytest.mark.parametrize("at_addresses", [False, True], ids=["loose", "at addresses"])
+def test_scaled_products(counts, base, num_sources, at_addresses):
+    """Rows of small whole numbers, whose sums are exact, times powers of two."""
+    generator = torch.Generator().manual_seed(len(counts))
+
+    def draw(*shape: int) -> Tensor:
+        rows = torch.randint(-4, 5, shape, generator=generator).float()
+        return rows * torch.randint(-3, 4, (*shape[:-1], 1), generator=generator).exp2()
+
+    segments = tiled(counts, base=base, num_sources=num_sources)
+    rows_nI, weight_LOI = draw(sum(counts), 80), draw(len(counts), 40, 80)
+    bias_LO, prob_n = draw(len(counts), 40), draw(sum(counts), 1)[:, 0]
+    rows, weight = quantize(rows_nI), quantize(weight_LOI)
+    assert torch.equal(widen(rows, torch.float32), rows_nI)
+    scaled = Scaled(
+        values=here(in_store(rows.values, 0)), scales=here(in_store(rows.scales, 0)), dtype=DTYPE
+    )
+    given = (
+        scaled,
+        dataclasses.replace(weight, values=here(weight.values), scales=here(weight.scales)),
+    )
+    how = {"bias_LO": here(bias_LO), "prob_M": here(in_store(prob_n, base)), "tiles": SMALL}
+    expected_nO = by_expert(rows_nI, weight_LOI, counts).to(DTYPE).float()
+    expected_nO += prob_n[:, None] * bias_LO.repeat_interleave(torch.tensor(counts), 0)
+    expected_nO = expected_nO.to(DTYPE)
+    if at_addresses:
+        out_NO = torch.zeros(sum(counts) + 1, 40, dtype=DTYPE, device=DEVICE)
+        places = addresses(out_NO, list(range(sum(counts))))
+        at_M = here(torch.tensor([0] * base + places + [0] * 3))
+        gemm.rows_times_weights_at(*given, segments, at_M, stored=False, **how)
+    else:
+        out_NO = gemm.rows_times_weights(*given, segments, stored=False, **how)
+    equal((out_NO[: sum(counts)], expected_nO))
 
 
 @ROWS

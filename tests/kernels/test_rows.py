@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch.kernels import Segments, rows
+from padded_dispatch.experts.scaled import quantize
+from padded_dispatch.kernels import Scaled, Segments, rows
 from tests.support.device import DEVICE, here
 
 NAN = float("nan")
@@ -176,3 +177,23 @@ def test_zero_padding(width: int):
     same((cells == 0).all(1), ~real.flatten())
     same(probs == 0, ~real.flatten())
     assert bool(cells[real.flatten()].isnan().all())
+
+
+@pytest.mark.parametrize("width", [16, 48, 2880])
+def test_spread_rows_are_quantized(width: int):
+    """A token with two rows, one without, and one with inf; memory around them stays NaN."""
+    values = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(width))
+    values[0, 2, 3] = torch.inf
+    scaled = Scaled(
+        values=nan(6, width).to(torch.float8_e4m3fn), scales=nan(6), dtype=torch.float32
+    )
+    row_SPK = ints([[[6, 5], [-1, -2], [7, -1], [8, -1]]])
+    given = here(values), None, -1, row_SPK, segments([5, 6, 9], 2, 6), None
+    out = rows.spread_rows(*given, scaled=scaled)
+    token_N = [0, 0, 2, 3]
+    same(out[:4], here(values[0, token_N]))
+    expected = quantize(values[0, token_N])
+    same(scaled.scales, torch.cat([here(expected.scales), nan(2)]))
+    finite = [0, 1, 3]
+    same(scaled.values[finite].float(), here(expected.values[finite].float()))
+    assert scaled.values[4:].float().isnan().all()

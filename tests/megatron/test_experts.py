@@ -275,7 +275,6 @@ REFUSED = {
     "moe_single_grouped_bias": True,
     "moe_apply_probs_on_input": True,
     "fp16": True,
-    "fp8": "e4m3",
     "fp4": "e2m1",
     "quant_recipe": object(),
     "offload_modules": ["moe_act"],
@@ -321,7 +320,7 @@ def test_a_clamp_that_megatron_would_leave_out_is_refused(monkeypatch):
         ({"moe_latent_size": 12}, False, "the sizes 12 and 24 are not multiples of 8"),
         ({"use_te_activation_func": True}, False, "packed experts do not support"),
         ({"offload_modules": ["expert_fc1"]}, False, "packed experts do not support"),
-        ({"fp8": "e4m3"}, False, "packed experts do not support\n  fp8='e4m3'"),
+        ({"fp4": "e2m1"}, False, "packed experts do not support\n  fp4='e2m1'"),
     ],
     ids=str,
 )

@@ -1,0 +1,243 @@
+"""Packed experts in fp8: what is chosen, which layers, and that no weight is stale."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer import transformer_config
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron.experts import StackedExperts, chosen_experts, in_fp8
+from tests.support import tiny
+
+PACKED = PaddedOptions(experts="packed")
+FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+SIZES = {"hidden_size": 32, "moe_ffn_hidden_size": 48}
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+@pytest.fixture(autouse=True)
+def accepts_fp8(monkeypatch) -> None:
+    """Let Megatron accept fp8 without Transformer Engine."""
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *version: True)
+
+
+def layer(number: int = 1, **settings: Any) -> Any:
+    config: Any = tiny.config(**SIZES | settings)
+    config.padded_dispatch = PACKED
+    made = tiny.layer(config, padded_spec(tiny.layer_spec()), number)
+    assert type(made.experts) is StackedExperts
+    return made
+
+
+def tokens() -> Tensor:
+    return torch.randn(7, 3, 32, generator=torch.Generator().manual_seed(1))
+
+
+def results(run: Any, layer: Any = None) -> dict[str, Tensor]:
+    """Return output and gradients of `run`, which is a layer, or runs it."""
+    layer = layer or run
+    layer.zero_grad()
+    given = tokens().requires_grad_()
+    output = run(given)[0]
+    output.square().sum().backward()
+    found = {"output": output.detach(), "tokens": given.grad}
+    return found | {name: weight.grad.clone() for name, weight in layer.named_parameters()}
+
+
+def output(layer: Any) -> Tensor:
+    with torch.no_grad():
+        return layer(tokens())[0]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_layer_in_fp8_is_near_that_in_full_precision(recipe):
+    """Rounding two operands to three bits behind the point, in each product; and it does."""
+    exact, found = results(layer()), results(layer(fp8="hybrid", fp8_recipe=recipe))
+    for name, value in exact.items():
+        error = (found[name] - value).norm() / value.norm()
+        assert 0.002 < error < 0.12, (name, error)
+
+
+def test_the_same_input_gives_the_same_bits():
+    made = layer(**FP8)
+    first, again = results(made), results(made)
+    for name, value in first.items():
+        assert torch.equal(again[name], value), name
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_token_that_is_not_finite_spoils_itself_alone(bad):
+    made = layer(**FP8)
+    clean, given = output(made), tokens()
+    # The router must not see it: its probabilities would be NaN, and its choice another one.
+    made.router.gating = lambda tokens: torch.nn.functional.linear(
+        tokens.nan_to_num(0, 0, 0), made.router.weight
+    )
+    given[2, 1, 5] = 0
+    without = made(given)[0].detach()
+    given[2, 1, 5] = bad
+    found = made(given)[0].detach()
+    assert found[2, 1].isnan().all()
+    found[2, 1] = without[2, 1]
+    assert torch.equal(found, without)
+    clean[2, 1] = without[2, 1]
+    assert torch.equal(clean, without)
+
+
+@pytest.mark.parametrize("zeroed", ["tokens", "weights", "subnormal tokens"])
+def test_zeros_and_subnormals_are_finite(zeroed):
+    made = layer(**FP8)
+    if zeroed == "weights":
+        for parameter in made.experts.parameters():
+            parameter.data.zero_()
+    given = tokens() * (0 if zeroed == "tokens" else 1e-40 if "sub" in zeroed else 1)
+    given.requires_grad_()
+    found = made(given)[0]
+    found.sum().backward()
+    assert found.isfinite().all() and given.grad.isfinite().all()
+    assert all(weight.grad.isfinite().all() for weight in made.parameters())
+    if zeroed != "subnormal tokens":
+        assert not found.any()
+
+
+def double(made: Any) -> None:
+    """Change weights as optimizers do: in place, and so that no version of a tensor changes."""
+    for parameter in made.experts.parameters():
+        parameter.data.mul_(2)
+
+
+def loads(made: Any) -> None:
+    state = {name: value.clone() for name, value in made.state_dict().items()}
+    double(made)
+    made.load_state_dict({n: v if "_extra" in n else 2 * v for n, v in state.items()})
+
+
+REFRESHES = {
+    "a step's first micro-batch": lambda made: (double(made), made.set_is_first_microbatch()),
+    "evaluation": lambda made: (double(made), made.eval()),
+    "training after evaluation": lambda made: (made.eval(), double(made), made.train()),
+    "a checkpoint": loads,
+    "another dtype": lambda made: (double(made), made.double(), made.float()),
+}
+
+
+@pytest.mark.parametrize("how", REFRESHES)
+def test_weights_are_quantized_once_and_again_after(how):
+    made, other = layer(**FP8), layer(**FP8)
+    before = output(made)
+    made.zero_grad()
+    double(made)
+    assert torch.equal(output(made), before), "weights were quantized without need"
+    for parameter in made.experts.parameters():
+        parameter.data.div_(2)
+    REFRESHES[how](made)
+    made.train()
+    with torch.no_grad():
+        other.load_state_dict(made.state_dict())
+    after = output(other)
+    assert not torch.equal(after, before)
+    assert torch.equal(output(made), after)
+
+
+def test_first_and_last_layers_stay_in_bf16():
+    ends = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 1}
+    settings = {"num_layers": 4, **FP8, **ends, "num_layers_at_start_in_bf16": 2}
+    config = tiny.config(**SIZES | settings)
+    assert [in_fp8(config, number) for number in range(1, 6)] == [False, False, True, False, True]
+    assert in_fp8(config) and not in_fp8(tiny.config())
+    exact = output(layer(num_layers=4))
+    same = [torch.equal(output(layer(number, **settings)), exact) for number in range(1, 5)]
+    assert same == [True, True, False, True]
+
+
+def test_checkpoints_are_those_of_bf16_and_scales_of_others_are_left_out():
+    quantized, exact = layer(**FP8), layer()
+    output(quantized)
+    for source, target in ((quantized, exact), (exact, quantized)):
+        double(source)
+        state = source.state_dict()
+        assert state.keys() == target.state_dict().keys()
+        # As Transformer Engine writes it: scales and histories.
+        scales = torch.arange(40, dtype=torch.uint8)
+        state |= {name: scales for name in state if "_extra_state" in name}
+        target.load_state_dict(state, strict=True)
+        for (name, one), other in zip(target.named_parameters(), source.parameters(), strict=True):
+            assert torch.equal(one, other), name
+    assert torch.equal(output(quantized), output(layer_with(quantized)))
+
+
+def layer_with(other: Any) -> Any:
+    """Return a new layer with the weights of another one."""
+    made = layer(**FP8)
+    made.load_state_dict(other.state_dict())
+    return made
+
+
+CHOICES = [
+    ({"fp8": None}, "experts='auto'"),
+    (FP8, "experts='auto'; in e4m3 with a scale per row"),
+    ({"fp8": "e4m3", "fp8_recipe": "delayed"}, "experts='auto'; in e4m3 with a scale per row"),
+    ({**FP8, "fp8_param": True}, "experts='auto'; in e4m3 with a scale per row"),
+    ({**FP8, "moe_ffn_hidden_size": 24}, "the sizes 32 and 24 are not multiples of 16"),
+    ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, "packed experts do not support\n  fp8_recipe='b"),
+    ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "packed experts do not support\n  fp8_recipe='mxf"),
+    ({"fp8": "e4m3", "fp8_recipe": "custom"}, "packed experts do not support\n  fp8_recipe='cu"),
+    # Megatron's default of a config without fp8.
+    ({"fp8": None, "fp8_recipe": "blockwise"}, "experts='auto'"),
+]
+
+
+@pytest.mark.parametrize(("settings", "reason"), CHOICES, ids=str)
+def test_auto_takes_ours_for_recipes_with_a_scale_per_tensor(settings, reason):
+    config = tiny.config(**SIZES)
+    for name, value in {"bf16": True, **settings}.items():
+        setattr(config, name, value)
+    chosen = chosen_experts(config)
+    assert chosen.reason.startswith(reason)
+    assert chosen.packed is reason.startswith("experts='auto'")
+
+
+def test_finer_recipes_are_refused_by_name():
+    config: Any = tiny.config(**SIZES, fp8="e4m3", fp8_recipe="blockwise")
+    config.padded_dispatch = PACKED
+    message = (
+        r"fp8_recipe='blockwise': they scale rows, which is coarser; known are tensorwise and "
+        r'delayed. Remedy: PaddedOptions\(experts="module"\)'
+    )
+    with pytest.raises(ValueError, match=message):
+        tiny.layer(config, padded_spec(tiny.layer_spec()))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_weights_stay_in_bf16_with_fp8_param_gather(monkeypatch, packed):
+    """Transformer Engine makes parameters in fp8 where its context says so."""
+    contexts = []
+
+    @contextmanager
+    def fp8_model_init(enabled: bool) -> Iterator[None]:
+        contexts.append(enabled)
+        yield
+
+    engine = SimpleNamespace(fp8_model_init=fp8_model_init)
+    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(pytorch=engine))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
+    config: Any = tiny.config(**SIZES, **FP8, fp8_param=True)
+    config.padded_dispatch = PaddedOptions(experts="packed" if packed else "module")
+    tiny.layer(config, padded_spec(tiny.layer_spec()))
+    assert contexts == [False] * packed
+
+
+def test_recompute_computes_the_same():
+    made = layer(**FP8)
+    expected = results(made)
+    again = results(lambda given: checkpoint(made, given, use_reentrant=False), made)
+    for name, value in expected.items():
+        assert torch.equal(again[name], value), name
