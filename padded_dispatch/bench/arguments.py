@@ -32,7 +32,9 @@ def with_defaults(given: argparse.Namespace) -> argparse.Namespace:
         "models": ["qwen3-30b-a3b", "gpt-oss-20b"] if num_gpus else ["tiny"],
         "tokens": [4096 if num_gpus else 64],
         "contenders": [
-            name for name, contender in CONTENDERS.items() if device == "cuda" or contender.on_cpu
+            name
+            for name, contender in CONTENDERS.items()
+            if (device == "cuda" or contender.on_cpu) and not contender.fp8
         ],
     }
     known = {name: value for name, value in vars(given).items() if value is not None}
@@ -87,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="dropless and drop-pad are Megatron's, auto is ours by default options, the others "
         "are explicit choices; -graphed: in a CUDA graph: "
-        f"{', '.join(CONTENDERS)} (default: all that the device runs)",
+        f"{', '.join(CONTENDERS)} (default: all that the device runs in bf16)",
     )
     sweeps.add_argument(
         "--main-grad",

@@ -37,6 +37,7 @@ class Contender:
         graph: "layer" in a CUDA graph, else "none".
         on_cpu: runs without a GPU.
         min_ep: smallest expert-parallel group that it runs on.
+        fp8: with the recipe tensorwise; weights are quantized before what is measured.
     """
 
     name: Literal["stock-dropless", "stock-drop-pad", "ours"]
@@ -44,6 +45,7 @@ class Contender:
     graph: Literal["none", "layer"] = "none"
     on_cpu: bool = False
     min_ep: int = 1
+    fp8: bool = False
 
     @property
     def drops(self) -> bool:
@@ -68,6 +70,10 @@ CONTENDERS = {
     "drop-pad": Contender(name="stock-drop-pad", on_cpu=True),
     "drop-pad-graphed": Contender(name="stock-drop-pad", graph="layer"),
     **{key: ours for variant in get_args(Variant) for key, ours in _ours(variant).items()},
+}
+CONTENDERS |= {
+    f"{name}-fp8-graphed": dataclasses.replace(CONTENDERS[f"{name}-graphed"], fp8=True)
+    for name in ("drop-pad", "auto", "packed")
 }
 
 # Arguments of `routings.routing_scores`. With "idle-rank" the last rank's experts get no rows.

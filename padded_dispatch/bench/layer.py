@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import build_module
@@ -50,7 +51,8 @@ class RoutedLayer(nn.Module):
     def forward(self, tokens: Tensor, logits: Tensor) -> Tensor:
         """Return the layer's output [T, 1, D] for tokens [T, 1, D] and logits [T, 1, E]."""
         self.logits = logits
-        output = self.layer(tokens)[0]
+        with get_fp8_context(self.layer.config):  # Megatron's transformer block does this.
+            output = self.layer(tokens)[0]
         self.logits = None
         return output
 
@@ -69,6 +71,7 @@ def stock_flags(case: Case, *, on_gpu: bool) -> dict[str, Any]:
         "moe_router_fusion": on_gpu,
         "moe_grouped_gemm": on_gpu,
         "gradient_accumulation_fusion": case.main_grad == "fused",
+        **({"fp8": "hybrid", "fp8_recipe": "tensorwise"} if contender.fp8 else {}),
     }
 
 

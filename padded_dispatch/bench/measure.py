@@ -50,6 +50,7 @@ _PHASES = {
     "combine": r"_sum_rows_kernel|_unpermute_kernel",
     "regroup": r"sort_chunks",
     "exchange": r"nccl|_push_kernel|_send_beside_kernel|barrier_kernel",
+    "quantize": r"_quantize_\w*kernel|cast_|amax",
     "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas"
     r"|_rows_times_weights|_row_tiles|_weight_gradients_kernel",
     "router": r"topk|bitonicSort|softmax_warp|_scatter_gather|aux_loss",

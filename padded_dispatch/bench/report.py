@@ -139,7 +139,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return all rows as text, one block per layer, layout and routing.
 
     `(host)`: the host decides the time. `/ stock`: time divided by that of stock drop-and-pad with
-    the same factor and graph. `/ roofline`: time divided by the roofline at 790 TFLOP/s.
+    the same factor, precision and graph. `/ roofline`: time divided by the roofline at 790 TFLOP/s.
     `sustained ms`, `joules`: see `Timing`. `GiB`: peak memory of tensors. `TFLOP/s`: GEMMs of real
     rows, per GPU.
     """
@@ -183,13 +183,21 @@ def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
 
 def _is_baseline(other: dict[str, Any], row: dict[str, Any]) -> bool:
     alike = all(other[key] == row[key] for key in ("capacity_factor", "graph", "main_grad"))
+    alike &= _fp8(other) == _fp8(row)
     return alike and other["contender"] == "stock-drop-pad" and other["error"] is None
+
+
+def _fp8(row: dict[str, Any]) -> str | None:
+    """Return the recipe of a row in fp8."""
+    return row["flags"].get("fp8_recipe")
 
 
 def _name(row: dict[str, Any]) -> str:
     graphed = None if row["graph"] == "none" else "graphed"
     summed = "" if row["main_grad"] == "none" else f"main_grad {row['main_grad']}"
-    return " ".join(part for part in (row["contender"], row["variant"], graphed, summed) if part)
+    fp8 = f"fp8 {_fp8(row)}" if _fp8(row) else None
+    parts = row["contender"], row["variant"], fp8, graphed, summed
+    return " ".join(part for part in parts if part)
 
 
 def readme_table(rows: list[dict[str, Any]]) -> str | None:

@@ -87,6 +87,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         **_dispatcher(settings),
         **_precision(settings),
         **fusions(settings),
+        **fp8_fields(settings),
     )
 
 
@@ -225,6 +226,15 @@ def fusions(settings: Settings) -> dict[str, Any]:
         # TEGroupedMLP raises if it comes with bias (0.16.1 to 0.19.0).
         "bias_dropout_fusion": not gpt_oss,
     }
+
+
+def fp8_fields(settings: Settings) -> dict[str, Any]:
+    """Return the fields of Megatron's config for `--fp8`."""
+    recipe = settings.recipe.fp8
+    if recipe == "none":
+        return {}
+    # As Megatron's documentation gives them.
+    return {"fp8": "e4m3" if recipe == "blockwise" else "hybrid", "fp8_recipe": recipe}
 
 
 def learning_rate(peak: float, step: int, num_steps: int) -> float:

@@ -21,6 +21,7 @@ from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
 Device = Literal["cpu", "cuda"]
 Balancing = Literal["aux-loss", "expert-bias", "forced"]
+Fp8 = Literal["none", "tensorwise", "delayed", "blockwise"]
 Graph = Literal["none", "partial", "layer", "full-iteration"]
 DispatcherName = Literal["padded_alltoall", "allgather", "alltoall", "alltoall-drop-pad"]
 DROPPING: tuple[DispatcherName, ...] = ("padded_alltoall", "alltoall-drop-pad")
@@ -136,6 +137,7 @@ class Recipe:
         "how tokens are spread over experts; forced: random routing, for measuring times",
         default="aux-loss",
     )
+    fp8: Fp8 = _option("Megatron's recipe of fp8, on GPUs", default="none")
     seed: int = _option("seed of the weights and of the order of the data", default=1234)
     deterministic: bool = _option(
         "the same bits in every run, at some cost in speed", default=False
@@ -244,6 +246,8 @@ class Settings:
             ("--global-batch", recipe.global_batch, "micro_batch * data parallel size", ranks),
         ):
             require(value % product == 0, name, value, f"be a multiple of {factors}={product}")
+        on_gpu = layout.device == "cuda"
+        require(recipe.fp8 == "none" or on_gpu, "--fp8", recipe.fp8, "be none on a CPU")
         rule = f"divide the {model.num_experts} experts"
         require(model.num_experts % layout.ep == 0, "--ep", layout.ep, rule)
         if layout.vpp is not None:

@@ -26,6 +26,7 @@ STOCK = {
     "variant": None,
     "graph": "layer",
     "main_grad": "none",
+    "flags": {},
     "fill": 0.78,
     "ms": 5.0,
     "floor_ms": 2.5,
@@ -41,6 +42,7 @@ NO_GPU = dict.fromkeys(("sustained_ms", "joules", "allocated_gib"))
 OURS = STOCK | {"contender": "ours", "variant": "module", "ms": 4.0} | NO_GPU
 OTHER_FACTOR = OURS | {"capacity_factor": 2.0, "floor_ms": None}
 BROKEN = OURS | {"graph": "none", "error": "ValueError: no"}
+FP8 = {"flags": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}}
 FUSED = OURS | {"main_grad": "fused"}
 DROPLESS = STOCK | {"contender": "stock-dropless", "capacity_factor": None, "graph": "none"}
 
@@ -53,7 +55,8 @@ def test_line():
 
 
 def test_table_compares_with_stock_of_the_same_factor_and_graph():
-    given = [STOCK, OURS, OTHER_FACTOR, BROKEN, DROPLESS, FUSED, STOCK | {"ep": 1, "host_ms": 4.1}]
+    given = [STOCK, OURS, OTHER_FACTOR, BROKEN, DROPLESS, FUSED, OURS | FP8]
+    given += [STOCK | FP8 | {"ms": 8.0}, STOCK | {"ep": 1, "host_ms": 4.1}]
     lines = [" ".join(row.split()) for row in table(given).splitlines() if row]
     assert lines == [
         "tiny, EP 2, 64 tokens per rank, uniform",
@@ -64,6 +67,9 @@ def test_table_compares_with_stock_of_the_same_factor_and_graph():
         "ours module 1.25 failed - - - - - - - -",
         "stock-dropless - 78.0% 5.000 - 2.00 5.500 2.75 0.500 1.50 300.0",
         "ours module graphed main_grad fused 1.25 78.0% 4.000 - 1.60 - - 0.500 - 300.0",
+        "ours module fp8 tensorwise graphed 1.25 78.0% 4.000 0.500 1.60 - - 0.500 - 300.0",
+        "stock-drop-pad fp8 tensorwise graphed 1.25 78.0% 8.000 1.000 3.20 5.500 2.75 0.500 1.50 "
+        "300.0",
         "tiny, EP 1, 64 tokens per rank, uniform",
         "contender CF fill ms / stock / roofline sustained ms joules host ms GiB TFLOP/s",
         "stock-drop-pad graphed 1.25 78.0% 5.000 (host) 1.000 2.00 5.500 2.75 4.100 1.50 300.0",

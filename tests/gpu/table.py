@@ -394,15 +394,23 @@ _RECIPES = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3"}
 
 
 def _quantized() -> Iterator[Row]:
-    """Yield fp8 of Megatron's experts under graphs of each kind; 100 replays."""
+    """Yield fp8 of Megatron's experts and of ours under graphs of each kind; 100 replays."""
     graphs = ("layer", "helper", "local", "iteration")
-    for ranks, recipe, graph in itertools.product((1, 2), _RECIPES, graphs):
+    for ranks, recipe, graph, experts in itertools.product(
+        (1, 2), _RECIPES, graphs, ("module", "packed")
+    ):
+        if experts == "packed" and recipe == "blockwise":  # It is refused.
+            continue
         steps = EAGER_STEPS + (100 if graph == "iteration" else 50)
         gpu = {"steps": steps, "num_experts": 4, "top_k": 2}
         gpu["num_layers"] = 2 if graph in ("layer", "helper") else 1
         fields = {"fp8": _RECIPES[recipe], "fp8_recipe": recipe}
-        gpu |= {"fields": fields, "options": {"experts": "module"}}
-        yield _replay(f"fp8 {recipe}, EP{ranks}, {graph}", graph, ranks=ranks, ep=ranks, gpu=gpu)
+        gpu |= {"fields": fields, "options": {"experts": experts}}
+        name = f"fp8 {recipe}, {experts}, EP{ranks}, {graph}"
+        yield _replay(name, graph, ranks=ranks, ep=ranks, gpu=gpu)
+        if (experts, graph) == ("packed", "layer"):
+            more = gpu | {"evaluates": (1, 256), "microbatches": 4}
+            yield _replay(f"{name}, evaluation", graph, ranks=ranks, ep=ranks, gpu=more)
 
 
 def _flat() -> Iterator[Row]:
@@ -506,7 +514,13 @@ def _at_parity() -> Iterator[Row]:
         yield _layer(kind, 2, **{"ep": 2, **changes})
     for recipe, number in _RECIPES.items():
         fields = (("fp8", number), ("fp8_recipe", recipe))
-        yield _layer(f"fp8 {recipe}", 2, ep=2, cpu=False, gpu={"both": fields, "ffn": 256})
+        how: dict[str, Any] = {"ep": 2, "cpu": False, "gpu": {"both": fields, "ffn": 256}}
+        yield _layer(f"fp8 {recipe}", 2, **how)
+        if recipe != "blockwise":
+            yield _layer(f"packed, fp8 {recipe}", 2, **packed, **how)
+            yield _layer(
+                f"packed, fp8 {recipe}, GPT-OSS", 2, bias=True, gpt_oss=True, **packed, **how
+            )
 
 
 def _layer(name: str, ranks: int, **changes: Any) -> Row:

@@ -157,6 +157,7 @@ def _run(
     with torch.no_grad():
         for whole, where, part in _shards(layer, "data"):
             part.copy_(weights[whole][where])
+    layer.set_is_first_microbatch()  # They are to be quantized.
     maps: list[Tensor] = []
     hook = layer.router.register_forward_hook(lambda module, inputs, out: maps.append(out[1]))
     tokens = tokens.clone().requires_grad_()

@@ -10,7 +10,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from padded_dispatch.train.arguments import parse
-from padded_dispatch.train.model import TorchAdam, fusions, graph_fields, learning_rate
+from padded_dispatch.train.model import (
+    TorchAdam,
+    fp8_fields,
+    fusions,
+    graph_fields,
+    learning_rate,
+)
 from padded_dispatch.train.settings import PRESETS, Settings
 
 SCOPES = (
@@ -32,6 +38,22 @@ def on_a_gpu(graph: str, dispatcher: str = "padded_alltoall") -> Settings:
         layout=replace(settings.layout, device="cuda"),
         output=replace(settings.output, **captured),
     )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields"),
+    [
+        ("none", {}),
+        ("tensorwise", {"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
+        ("blockwise", {"fp8": "e4m3", "fp8_recipe": "blockwise"}),
+    ],
+)
+def test_fields_of_an_fp8_recipe(recipe, fields):
+    settings = on_a_gpu("none")
+    changed = dataclasses.replace(settings.recipe, fp8=recipe)
+    assert fp8_fields(dataclasses.replace(settings, recipe=changed)) == fields
+    with pytest.raises(ValueError, match="--fp8 must be none on a CPU, got 'delayed'"):
+        parse(["--device", "cpu", "--fp8", "delayed"])
 
 
 def test_the_learning_rate_rises_over_20_steps_and_falls_to_a_tenth():
