@@ -10,9 +10,9 @@ read: these see no quantized value. A product is scaled and rounded at its end. 
 two (`kernels.Scaled`), so its error is that of rounding both operands to e4m3, 2**-4 of a value at
 most, and of the tensor cores' sums.
 
-A weight is quantized in both orientations, since 8-bit tensor cores want the inner dimension
-contiguous: as many bytes again as in bf16. It happens when it is stale, once per optimizer step. A
-flag on the device says so, so that replays of CUDA graphs act as eager passes do.
+A weight is quantized in both orientations, since 8-bit tensor cores need the inner dimension
+contiguous: as many bytes again as in bf16. A pass quantizes stale weights only, once per optimizer
+step. A flag on the device marks them, so that replays of CUDA graphs act as eager passes do.
 
 L: experts, D: hidden size, F: ffn size, G: width of fc1's result.
 """
@@ -59,9 +59,10 @@ class ScaledWeights:
             shape = (weight_LOI.shape[axis] for axis in axes)
             return Scaled.empty(*shape, dtype=weight_LOI.dtype, device=weight_LOI.device)
 
-        self.fc1_LGD, self.fc1_LDG = empty(fc1_LGD, 0, 1, 2), empty(fc1_LGD, 0, 2, 1)
-        self.fc2_LDF, self.fc2_LFD = empty(fc2_LDF, 0, 1, 2), empty(fc2_LDF, 0, 2, 1)
-        self._stale = torch.ones(1, dtype=torch.int32, device=fc1_LGD.device)
+        with torch.inference_mode(False):  # Passes of training change them, too.
+            self.fc1_LGD, self.fc1_LDG = empty(fc1_LGD, 0, 1, 2), empty(fc1_LGD, 0, 2, 1)
+            self.fc2_LDF, self.fc2_LFD = empty(fc2_LDF, 0, 1, 2), empty(fc2_LDF, 0, 2, 1)
+            self._stale = torch.ones(1, dtype=torch.int32, device=fc1_LGD.device)
 
     def mark_stale(self) -> None:
         """Let the next `refresh` quantize; call it whenever weights have changed."""

@@ -249,6 +249,23 @@ def test_scaled_products(counts, base, num_sources, at_addresses):
     equal((out_NO[: sum(counts)], expected_nO))
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_scaled_row_that_is_not_finite_spoils_itself_alone(value):
+    """Likewise a row of a weight: one column of its expert."""
+    rows_nI, weight_LOI = torch.ones(70, 32), torch.ones(2, 40, 32)
+    rows_nI[3, 5] = weight_LOI[1, 7, 9] = value
+    operands = (
+        Scaled(values=here(one.values), scales=here(one.scales), dtype=DTYPE)
+        for one in (quantize(rows_nI), quantize(weight_LOI))
+    )
+    out_NO = gemm.rows_times_weights(*operands, tiled([60, 10]), stored=False, tiles=SMALL)
+    found_nO = out_NO[:70].cpu()
+    spoiled = torch.zeros(70, 40, dtype=torch.bool)
+    spoiled[3] = spoiled[60:, 7] = True
+    assert torch.equal(found_nO.isnan(), spoiled)
+    assert (found_nO[~spoiled] == 32).all()
+
+
 @ROWS
 @STORED
 def test_weight_gradients_are_added_in_fp32(counts, base, num_sources, stored):

@@ -235,6 +235,16 @@ def test_weights_stay_in_bf16_with_fp8_param_gather(monkeypatch, packed):
     assert contexts == [False] * packed
 
 
+def test_text_generation_may_come_first():
+    """It runs in inference mode, whose tensors training could not change."""
+    made = layer(**FP8)
+    with torch.inference_mode():
+        first = made(tokens())[0]
+    assert torch.equal(results(made)["output"], first)
+    made.set_is_first_microbatch()
+    assert torch.equal(results(made)["output"], first)
+
+
 def test_recompute_computes_the_same():
     made = layer(**FP8)
     expected = results(made)
