@@ -118,6 +118,7 @@ class _Pass(torch.autograd.Function):
         given = scaled_ND or buffers.rows_MD, operands.fc1_LGD, segments
         to = {"out": buffers.fc1_MG, "out_stored": True}
         gemm.rows_times_weights(*given, stored=scaled_ND is None, **to)
+        del scaled_ND
         given = buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments
         scaled_NF = operands.empty(fc2_LDF.shape[2])
         hidden_NF = curves.activate(*given, **vars(act), scaled=scaled_NF)
