@@ -26,7 +26,7 @@ from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.scaled import ScaledWeights, quantize, widen
 from padded_dispatch.kernels import Scaled, Segments, activation, gemm, rows
 from padded_dispatch.utils.results import about, append_run
-from tests.gpu.products import rows_of_experts
+from padded_dispatch.utils.routings import routing_scores
 
 _CALLS = 10
 _SECONDS = 1.0
@@ -63,6 +63,15 @@ def microseconds(run: Callable[[], object]) -> dict[str, float]:
     replays = max(4, int(_SECONDS * 1e6 / burst / _CALLS))
     timed(replays)
     return {"us": round(burst, 2), "sustained_us": round(timed(replays // 2), 2)}
+
+
+def rows_of_experts(model: str, ep: int, num_tokens: int) -> Tensor:
+    """Return the rows of each local expert, int64 [L], of a random routing of all ranks."""
+    shape = MODELS[model]
+    scores_TE = routing_scores(num_tokens * ep, shape.num_experts, shape.top_k)
+    chosen_TK = torch.from_numpy(scores_TE).topk(shape.top_k).indices
+    rows_E = torch.bincount(chosen_TK.flatten(), minlength=shape.num_experts)
+    return rows_E[: shape.num_experts // ep]
 
 
 def error(found: Tensor, exact: Tensor) -> float:
