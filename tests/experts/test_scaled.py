@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from padded_dispatch.experts.scaled import quantize, widen
+from padded_dispatch.experts.scaled import ScaledWeights, quantize, widen
+from tests.support.device import here
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -36,3 +37,34 @@ def test_rows_of_zeros_and_rows_that_are_not_finite():
 )
 def test_scales_by_hand(most, scale):
     assert quantize(torch.tensor([0.5, -most])).scales.item() == scale
+
+
+def test_weights_are_quantized_in_both_orientations_when_they_are_stale():
+    generator = torch.Generator().manual_seed(1)
+    fc1_LGD, fc2_LDF = (
+        here(torch.randn(shape, generator=generator).bfloat16())
+        for shape in ((2, 64, 32), (2, 32, 16))
+    )
+    scaled = ScaledWeights(fc1_LGD, fc2_LDF)
+
+    def refreshed(factor: float) -> list[list[float]]:
+        """Refresh with weights times a power of two; return how much larger each form is."""
+        scaled.refresh(fc1_LGD * factor, fc2_LDF * factor)
+        found = []
+        for form, rows in (
+            (scaled.fc1_LGD, fc1_LGD),
+            (scaled.fc1_LDG, fc1_LGD.transpose(1, 2)),
+            (scaled.fc2_LDF, fc2_LDF),
+            (scaled.fc2_LFD, fc2_LDF.transpose(1, 2)),
+        ):
+            expected = quantize(rows)
+            assert form.dtype == torch.bfloat16
+            assert torch.equal(form.values.view(torch.uint8), expected.values.view(torch.uint8))
+            found.append((form.scales / expected.scales).unique().tolist())
+        return found
+
+    assert refreshed(1) == [[1]] * 4
+    assert refreshed(2) == [[1]] * 4, "nothing has marked them"
+    scaled.mark_stale()
+    assert refreshed(4) == [[4]] * 4
+    assert refreshed(8) == [[4]] * 4

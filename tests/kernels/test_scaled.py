@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch.experts.scaled import ScaledWeights, quantize
+from padded_dispatch.experts.scaled import quantize
 from padded_dispatch.kernels import Scaled
 from padded_dispatch.kernels.scaled import quantize_weight
 from tests.support.device import DEVICE, equal, here, ints
@@ -69,18 +69,9 @@ def test_special_values_stay_in_their_row(value):
     assert form.values[0, [0, 2]].float().unique().tolist() == [256]
 
 
-def test_weights_that_are_not_stale_are_left():
-    """Also on a CPU; the flag is read where the weights are."""
-    fc1_LGD, fc2_LDF = torch.ones(2, 32, 16), torch.ones(2, 16, 16)
-    given = here(fc1_LGD), here(fc2_LDF)
-    scaled = ScaledWeights(*given)
-    scaled.refresh(*given)
-    scales = scaled.fc1_LGD, scaled.fc1_LDG, scaled.fc2_LDF, scaled.fc2_LFD
-    assert all(one.scales.unique().tolist() == [2**-8] for one in scales)
-    given[0].mul_(2)
-    given[1].mul_(2)
-    scaled.refresh(*given)
-    assert all(one.scales.unique().tolist() == [2**-8] for one in scales)
-    scaled.mark_stale()
-    scaled.refresh(*given)
-    assert all(one.scales.unique().tolist() == [2**-7] for one in scales)
+def test_a_weight_that_is_not_stale_is_left():
+    form, back = forms_of(weight := torch.ones(2, 33, 20))
+    quantize_weight(here(weight), ints(1), form, back)
+    quantize_weight(here(2 * weight), ints(0), form, back)
+    same(form, quantize(weight))
+    same(back, quantize(weight.transpose(1, 2)))
