@@ -57,8 +57,9 @@ def activate(
     grid, constants = launch(fc1_MG.device, fc1_MG.dtype, width, segments.num_experts)
     if scaled is not None:  # A program quantizes whole rows.
         block, warps = whole_row(width)
+        warps = max(4, warps) if grad_NF is None else min(16, max(4, 2 * warps))
         constants = constants | {"ROWS": max(1, min(128, 2048 // block)), "BLOCK": block}
-        constants |= {"BLOCKS": 1, "num_warps": max(4, warps)}
+        constants |= {"BLOCKS": 1, "num_warps": warps}
     _activate_kernel[grid](
         grad_NF,
         fc1_MG,

@@ -513,15 +513,15 @@ def _at_parity() -> Iterator[Row]:
         yield _layer(f"{name}bf16", 2, ep=2, dtype=torch.bfloat16, **options)
     for kind, changes in kinds.items():
         yield _layer(kind, 2, **{"ep": 2, **changes})
-    for recipe, number in _RECIPES.items():
+    for ranks, (recipe, number) in itertools.product((1, 2), _RECIPES.items()):
         fields = (("fp8", number), ("fp8_recipe", recipe))
-        how: dict[str, Any] = {"ep": 2, "cpu": False, "gpu": {"both": fields, "ffn": 256}}
-        yield _layer(f"fp8 {recipe}", 2, **how)
+        how: dict[str, Any] = {"ep": ranks, "cpu": False, "gpu": {"both": fields, "ffn": 256}}
+        name = f"fp8 {recipe}, EP{ranks}"
+        yield _layer(name, ranks, **how)
         if recipe != "blockwise":
-            yield _layer(f"packed, fp8 {recipe}", 2, **packed, **how)
-            yield _layer(
-                f"packed, fp8 {recipe}, GPT-OSS", 2, bias=True, gpt_oss=True, **packed, **how
-            )
+            yield _layer(f"packed, {name}", ranks, **packed, **how)
+            how |= {"bias": True, "gpt_oss": True, **packed}
+            yield _layer(f"packed, {name}, GPT-OSS", ranks, **how)
 
 
 def _layer(name: str, ranks: int, **changes: Any) -> Row:
