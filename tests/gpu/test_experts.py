@@ -6,6 +6,7 @@
 import os
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,10 +34,10 @@ EACH = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(autouse=True)
-def megatron(cuda, monkeypatch) -> Iterator[None]:
+def megatron(cuda) -> Iterator[None]:
     # Megatron wants it for graphs and overlap; so does a steady order of work in offloading.
-    monkeypatch.setitem(os.environ, "CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with tiny.one_process("cuda"):
+    # What Megatron itself sets for an attention backend must not reach workers that start later.
+    with patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"), tiny.one_process("cuda"):
         install()
         yield
         uninstall()

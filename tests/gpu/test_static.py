@@ -39,7 +39,8 @@ def padded_cells(config: DispatchConfig, device: torch.device) -> Step:
         rows_ND = sent.expert_input.rows_ND.float().square() * sent.expert_input.probs_N[:, None]
         out_TD = dispatcher.combine(rows_ND.bfloat16(), sent)
         grads = torch.autograd.grad(out_TD.float().square().sum(), leaves)
-        return [out_TD.detach(), *grads, sent.selection.demand_E]
+        demand_E = sent.selection.demand_E  # Where nothing can be dropped, nobody counts it.
+        return [out_TD.detach(), *grads, *([] if demand_E is None else [demand_E])]
 
     return step
 
