@@ -230,8 +230,11 @@ class SharedExpertOverlap:
         if hasattr(self._shared, "wait_current_stream"):
             self._shared.wait_current_stream()
 
-    def fc1(self, moved: Tensor) -> None:
-        """Run fc1 and the activation, after the dispatch has been launched."""
+    def fc1(self, moved: Tensor | None) -> None:
+        """Run fc1 and the activation, after the dispatch has been launched.
+
+        Backward, Megatron puts the shared fc1 right behind what `moved` came from.
+        """
         self._enter("PRE_FORWARD_COMM_DONE")
         self._shared.linear_fc1_forward_and_act(moved)
 

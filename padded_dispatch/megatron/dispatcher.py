@@ -279,7 +279,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Pass the tokens on, which experts send."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-            self.shared_overlap.fc1(hidden_states)
+            self.shared_overlap.fc1(None)  # The tokens are the layer's input: nothing moved yet.
         return hidden_states, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:

@@ -255,7 +255,7 @@ def _masked() -> Iterator[Row]:
     """Yield padding masks that change, and packed sequences, in each kind of graph."""
     kinds: dict[str, tuple[str, Any]] = {
         "experts": ("module", (("moe",), WHOLE, ())),
-        "parts": ("auto", (("attn",), PARTIAL[1:2], PARTIAL[1:], PARTIAL)),
+        "parts": ("packed", (("attn",), PARTIAL[1:2], PARTIAL[1:], PARTIAL)),
     }
     for ranks in (1, 2):
         sizes: dict[str, Any] = {"ranks": ranks, "ep": ranks}
