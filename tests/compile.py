@@ -3,7 +3,8 @@
 A stand-in for Triton's driver names the GPU, and a launch ends where the kernel is compiled. So a
 pass of packed experts goes through with whatever its memory holds. What it does not launch is
 launched one by one. Prints the bytes of each kernel's largest program. With `--once` each kernel is
-compiled for its first launch only, which is fast enough for a test.
+compiled once for each choice of tensors that it is launched without, which is fast enough for a
+test.
 """
 
 import os
@@ -78,8 +79,8 @@ def launch_all() -> None:
     rows.zero_padding(torch.ones(16, 64, dtype=bf16), torch.ones(16), demand_E[None], 2)
     choices, at_R = torch.zeros(64, 2, dtype=int32), torch.zeros(2, dtype=torch.int64)
     sizes = {"rank": 0, "num_slots": 64, "num_local_experts": 4}
-    beside = choices, torch.ones(64, 2), demand_E
-    direct.push(torch.ones(64, 64, dtype=bf16), choices, at_R, at_R, **sizes, beside=beside)
+    for beside in ((choices, torch.ones(64, 2), demand_E), None):
+        direct.push(torch.ones(64, 64, dtype=bf16), choices, at_R, at_R, **sizes, beside=beside)
     direct.send_beside(torch.ones(128), torch.zeros(2, 64, 2, dtype=int32), at_R, demand_E)
     segments = gemm.Segments(
         offsets=torch.zeros(3, dtype=int32),
@@ -98,11 +99,14 @@ def launch_all() -> None:
 def compiled(arch: int, *, once: bool = False) -> dict[str, int]:
     """Return the bytes of each kernel's largest program for a GPU."""
     found: dict[str, int] = {}
+    seen: set[tuple[object, ...]] = set()
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
         name = name_of(kernel)
-        if once and name in found:
+        without = (name, *(value is None for value in (*args, *given.values())))
+        if once and without in seen:
             return
+        seen.add(without)
         made: Any = launched(kernel, *args, grid=grid, warmup=True, **given)
         found[name] = max(found.get(name, 0), len(made.asm["cubin"]))
 

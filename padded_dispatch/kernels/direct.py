@@ -112,7 +112,7 @@ def _push_kernel(
     CHUNK: tl.constexpr,
 ):
     if tl.program_id(0) < senders:
-        if plan_at is not None:
+        if place_of is not None:
             _send_plan(
                 expert_of,
                 place_of,
