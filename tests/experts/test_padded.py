@@ -11,8 +11,14 @@ from padded_dispatch.experts import padded
 from padded_dispatch.routing.plan import make_plan
 from tests.support.whole_layers import check, make_case
 
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels would not be interpreted; see tests/gpu"
+)
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "kernels"])
+
+@pytest.mark.parametrize(
+    "kernels", [False, pytest.param(True, marks=INTERPRETED)], ids=["torch", "kernels"]
+)
 @pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (2, 1), (1, 2)])
 def test_cells_are_the_oracle(monkeypatch, num_ranks, etp_size, kernels):
     """Kernels run in Triton's interpreter. `tests/test_dispatcher.py` has all settings."""
