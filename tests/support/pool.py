@@ -31,9 +31,11 @@ from padded_dispatch.utils.launch import torchrun_env
 _START_S = 120.0  # imports and rendezvous, on a busy laptop
 _PEERS_S = 2.0  # after the first error, for peers that do not wait for that rank
 _context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-_context.set_forkserver_preload(["tests.support.training"])
+_context.set_forkserver_preload(["tests.support.training", "torch._dynamo"])
 _numbers = count()
 _idle: dict[int, list["_Workers"]] = {}
+_new_group = dist.new_group
+_groups: dict[tuple[int, ...], Any] = {}  # by their ranks
 
 
 class WorkerError(RuntimeError):
@@ -114,6 +116,26 @@ def end_idle_workers() -> dict[int, int]:
         workers.kill()
     _idle.clear()
     return threads
+
+
+def group_of(ranks: list[int], backend: str | None = None, **options: Any) -> Any:
+    """Return a new group, or of gloo the one that these ranks have: `dist.new_group` for Megatron.
+
+    It asks for twenty groups of one rank. Each would have three threads, which wake up a hundred
+    times a second, and need a hundredth of a second to end.
+    """
+    if (backend or dist.get_backend()) != "gloo":
+        return _new_group(ranks, backend=backend, **options)
+    if tuple(ranks) not in _groups:
+        _groups[tuple(ranks)] = _new_group(ranks, backend=backend, **options)
+    return _groups[tuple(ranks)]
+
+
+def end_groups() -> None:
+    """Destroy all groups."""
+    _groups.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def num_threads(pid: int) -> int:
@@ -208,8 +230,7 @@ def _begin(backend: str, name: str) -> None:
 
 
 def _end() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end_groups()
     assert not distributed_c10d._world.pg_map
     forget_models()
 

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from padded_dispatch.megatron import PaddedOptions, padded_spec, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.cpu import megatron_on_cpu
+from tests.support.pool import end_groups, group_of
 
 NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 16
 
@@ -68,17 +69,28 @@ def padded_layer(options: PaddedOptions | None = None, **settings: Any) -> Any:
 
 
 @contextmanager
+def model_parallel(**sizes: Any) -> Iterator[None]:
+    """Set Megatron's groups of these sizes up; gloo groups of the same ranks are one."""
+    with patch.object(dist, "new_group", group_of):
+        parallel_state.initialize_model_parallel(**sizes)
+    try:
+        yield
+    finally:
+        with patch.object(dist, "destroy_process_group"):  # Megatron ends some of its groups.
+            parallel_state.destroy_model_parallel()
+
+
+@contextmanager
 def one_process(device: str = "cpu") -> Iterator[None]:
     """Set up Megatron in this process alone: gloo, and parallel state of size 1."""
     with megatron_on_cpu() if device == "cpu" else nullcontext():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
         try:
-            yield
+            with model_parallel():
+                yield
         finally:
             forget_moe_state()
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+            end_groups()
 
 
 @contextmanager
@@ -97,6 +109,5 @@ def only_worker() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         uninstall()
-        if dist.is_initialized():
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+        parallel_state.destroy_model_parallel()
+        end_groups()
