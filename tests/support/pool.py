@@ -14,8 +14,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,7 +34,6 @@ _context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else
 _context.set_forkserver_preload(["tests.support.training", "torch._dynamo"])
 _numbers = count()
 _idle: dict[int, list["_Workers"]] = {}
-_new_group = dist.new_group
 _groups: dict[tuple[int, ...], Any] = {}  # by their ranks
 
 
@@ -118,17 +117,24 @@ def end_idle_workers() -> dict[int, int]:
     return threads
 
 
-def group_of(ranks: list[int], backend: str | None = None, **options: Any) -> Any:
-    """Return a new group, or of gloo the one that these ranks have: `dist.new_group` for Megatron.
+@contextmanager
+def shared_groups() -> Iterator[None]:
+    """Let groups of gloo that are made inside of such blocks be one per ranks, until all end.
 
-    It asks for twenty groups of one rank. Each would have three threads, which wake up a hundred
-    times a second, and need a hundredth of a second to end.
+    Megatron makes twenty for one rank. Each would have three threads, which wake up a hundred times
+    a second, and need a hundredth of a second to end.
     """
-    if (backend or dist.get_backend()) != "gloo":
-        return _new_group(ranks, backend=backend, **options)
-    if tuple(ranks) not in _groups:
-        _groups[tuple(ranks)] = _new_group(ranks, backend=backend, **options)
-    return _groups[tuple(ranks)]
+    make = dist.new_group
+
+    def group_of(ranks: list[int], backend: str | None = None, **options: Any) -> Any:
+        if (backend or dist.get_backend()) != "gloo":
+            return make(ranks, backend=backend, **options)
+        if tuple(ranks) not in _groups:
+            _groups[tuple(ranks)] = make(ranks, backend=backend, **options)
+        return _groups[tuple(ranks)]
+
+    with patch.multiple(dist, new_group=group_of, destroy_process_group=lambda group: None):
+        yield
 
 
 def end_groups() -> None:

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from padded_dispatch.megatron import PaddedOptions, padded_spec, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.cpu import megatron_on_cpu
-from tests.support.pool import end_groups, group_of
+from tests.support.pool import end_groups, shared_groups
 
 NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 16
 
@@ -70,13 +70,13 @@ def padded_layer(options: PaddedOptions | None = None, **settings: Any) -> Any:
 
 @contextmanager
 def model_parallel(**sizes: Any) -> Iterator[None]:
-    """Set Megatron's groups of these sizes up; gloo groups of the same ranks are one."""
-    with patch.object(dist, "new_group", group_of):
+    """Set Megatron's groups of these sizes up; those of gloo are shared."""
+    with shared_groups():
         parallel_state.initialize_model_parallel(**sizes)
     try:
         yield
     finally:
-        with patch.object(dist, "destroy_process_group"):  # Megatron ends some of its groups.
+        with shared_groups():
             parallel_state.destroy_model_parallel()
 
 
