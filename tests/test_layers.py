@@ -27,112 +27,56 @@ HOSTS = {"megatron", "transformer_engine"}
 HOST_USERS = {"megatron", "bench", "train"}
 # Tests of the package as a whole, of the repository, or of Megatron's side of a contract; files of
 # tests/gpu are named after what they measure.
-NOT_MIRRORED = {
-    "test_compile.py",
-    "test_import.py",
-    "test_language.py",
-    "test_layers.py",
-    "test_mutate.py",
-    "test_notebooks.py",
-    "test_readme.py",
-    "test_recipes.py",
-    "test_sizes.py",
-    "test_reference.py",
-    "megatron/test_contract.py",
-    "megatron/test_defects.py",
-}
+REPOSITORY = "compile import language layers mutate notebooks readme recipes sizes reference"
+NOT_MIRRORED = {*REPOSITORY.split(), "contract", "defects"}
 
 
-def imports(path: Path) -> set[str]:
-    """Return the dotted names of everything that `path` imports; a relative one starts with "."."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def violations(path: Path, source: str) -> list[str]:
+    """Return what a module, by its path in the package, imports that is not below it."""
+    name, found = path.parts[0].removesuffix(".py"), []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             prefix = f"{node.module}." if not node.level else "."
-            found |= {prefix + alias.name for alias in node.names}
-    return found
+            found += [prefix + alias.name for alias in node.names]
 
+    def points_down(module: str) -> bool:
+        head, *rest = module.split(".")
+        if head != "padded_dispatch":
+            return bool(head) and (head not in HOSTS or name in HOST_USERS)
+        return rest[0] == name or LEVEL.get(rest[0], len(LAYERS)) < LEVEL[name]
 
-def violations(root: Path) -> list[str]:
-    found = []
-    for path in root.rglob("*.py"):
-        name = path.relative_to(root).parts[0].removesuffix(".py")
-        if name == "__init__":
-            continue
-        for module in imports(path):
-            head, *rest = module.split(".")
-            if head == "padded_dispatch":
-                target = rest[0] if rest else "__init__"
-                bad = target != name and LEVEL.get(target, len(LAYERS)) >= LEVEL[name]
-            else:
-                bad = not head or (head in HOSTS and name not in HOST_USERS)
-            if bad:
-                found.append(f"{name} -> {module}")
-    return sorted(found)
+    return [module for module in found if not points_down(module)]
 
 
 def test_imports_point_down():
-    assert violations(ROOT) == []
-
-
-def test_an_import_that_points_up_is_found(tmp_path):
-    (tmp_path / "utils.py").write_text("from padded_dispatch.routing import kept_map")
-    (tmp_path / "kernels.py").write_text(
-        "import megatron.core\nfrom padded_dispatch import routing\nfrom . import config\n"
-        "def late():\n    import transformer_engine\n"
-        "from padded_dispatch.config import Policy\nimport torch\n"
+    names = {path.relative_to(ROOT): path.read_text() for path in ROOT.rglob("*.py")}
+    assert {path.parts[0].removesuffix(".py") for path in names} == {*LEVEL, "__init__"}
+    del names[Path("__init__.py")]
+    found = {path: violations(path, source) for path, source in names.items()}
+    assert {path: modules for path, modules in found.items() if modules} == {}
+    up = (
+        "import megatron.core, torch\nfrom padded_dispatch import routing\nfrom . import config\n"
+        "from padded_dispatch.config import Policy\ndef late():\n    import transformer_engine\n"
     )
-    (tmp_path / "exchange").mkdir()
-    (tmp_path / "exchange" / "alltoall.py").write_text(
-        "from padded_dispatch.exchange import Slots\nfrom padded_dispatch.dispatcher import check\n"
-    )
-    (tmp_path / "train.py").write_text("import megatron.core\nfrom padded_dispatch.bench import x")
-    assert violations(tmp_path) == [
-        "exchange -> padded_dispatch.dispatcher.check",
-        "kernels -> .config",
-        "kernels -> megatron.core",
-        "kernels -> padded_dispatch.routing",
-        "kernels -> transformer_engine",
-        "train -> padded_dispatch.bench.x",
-        "utils -> padded_dispatch.routing.kept_map",
-    ]
+    expected = ["megatron.core", "padded_dispatch.routing", ".config", "transformer_engine"]
+    assert sorted(violations(Path("kernels/rows.py"), up)) == sorted(expected)
+    sideways = "import megatron.core\nfrom padded_dispatch.bench import cases"
+    assert violations(Path("train.py"), sideways) == ["padded_dispatch.bench.cases"]
 
 
-def test_every_module_has_a_layer():
-    modules = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert modules - {"__init__", "__main__", "__pycache__"} <= set(LEVEL)
-
-
-def without_source(tests: Path, root: Path) -> list[str]:
-    """Return the test files FOLDER/test_STEM[_ASPECT].py that have no source FOLDER/STEM.py."""
-    found = []
-    for path in tests.rglob("test_*.py"):
-        name = path.relative_to(tests)
-        words = path.stem.removeprefix("test_").split("_")
-        stems = ("_".join(words[:end]) for end in range(1, len(words) + 1))
-        mirrors = any((root / name.parent / f"{stem}.py").exists() for stem in stems)
-        if not mirrors and name.parts[0] != "gpu" and name.as_posix() not in NOT_MIRRORED:
-            found.append(name.as_posix())
-    return sorted(found)
+def mirrors(path: Path) -> bool:
+    """Return whether a test FOLDER/test_STEM[_ASPECT].py has its source FOLDER/STEM.py."""
+    words = path.stem.removeprefix("test_").split("_")
+    stems = ("_".join(words[:end]) for end in range(1, len(words) + 1))
+    return any((ROOT / path.parent / f"{stem}.py").exists() for stem in stems)
 
 
 def test_every_test_file_mirrors_a_source_file():
-    assert without_source(TESTS, ROOT) == []
-
-
-def test_a_test_file_without_source_is_found(tmp_path):
-    (tmp_path / "root" / "ops").mkdir(parents=True)
-    (tmp_path / "root" / "ops" / "rows.py").touch()
-    for name in ("ops/test_rows.py", "ops/test_rows_packed.py", "gpu/test_x.py", "test_readme.py"):
-        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "tests" / name).touch()
-    assert without_source(tmp_path / "tests", tmp_path / "root") == []
-    for name in ("ops/test_row.py", "ops/test_plan_rows.py", "test_rows.py"):
-        (tmp_path / "tests" / name).touch()
-    assert without_source(tmp_path / "tests", tmp_path / "root") == [
-        "ops/test_plan_rows.py",
-        "ops/test_row.py",
-        "test_rows.py",
-    ]
+    files = [path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")]
+    others = {path for path in files if not mirrors(path) and path.parts[0] != "gpu"}
+    assert {path.stem.removeprefix("test_") for path in others} == NOT_MIRRORED
+    assert mirrors(Path("kernels/test_rows_packed.py"))
+    for name in ("kernels/test_row.py", "exchange/test_rows.py", "test_rows.py"):
+        assert not mirrors(Path(name))

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from padded_dispatch.bench import command
 from padded_dispatch.bench.cases import Case
@@ -15,6 +14,7 @@ from padded_dispatch.bench.measure import Passes, batches
 from padded_dispatch.megatron import install, uninstall
 from padded_dispatch.utils.routings import routing_scores
 from tests.support import tiny
+from tests.support.pool import end_groups
 from tests.support.routings import routing_map
 from tests.support.tiny import only_worker
 
@@ -103,7 +103,7 @@ def _run(tmp_path, *flags, main=main):
 
 
 def _measured_by_workers(*flags):
-    dist.destroy_process_group()  # The command makes its own.
+    end_groups()  # The command makes its own.
     return main([*flags])
 
 

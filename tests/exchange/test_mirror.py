@@ -250,6 +250,7 @@ def _threads() -> int:
 
 def _threads_of_a_mirror() -> list[int]:
     """Return the threads beyond those before a group: with it, with a mirror, after it."""
+    gc.collect()  # Mirrors of the test before this one.
     before, found = _threads(), []
     group = dist.new_group()
     found.append(_threads() - before)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from padded_dispatch.megatron.compat import forget_moe_state
 from tests.support import tiny
+from tests.support.pool import end_groups
 from tests.support.training import Model, world
 
 
@@ -31,7 +32,7 @@ def default_group() -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        end_groups()
 
 
 @pytest.fixture

@@ -22,14 +22,10 @@ from padded_dispatch.megatron.bridge import (
 from padded_dispatch.megatron.config import log_once
 from tests.support import parity, tiny
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 STACKED = {"experts.linear_fc1.weight", "experts.linear_fc2.weight"}
 SINGLE = {f"experts.linear_fc{fc}.weight{i}" for fc in (1, 2) for i in range(tiny.NUM_EXPERTS)}
-
-
-@pytest.fixture(autouse=True)
-def megatron() -> Iterator[None]:
-    with tiny.one_process():
-        yield
 
 
 def layer(experts: Any = "packed", **settings: Any) -> Any:

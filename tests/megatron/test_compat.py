@@ -53,9 +53,8 @@ WAYS = (
 
 
 @pytest.fixture(autouse=True)
-def megatron() -> Iterator[None]:
-    with tiny.one_process():
-        yield
+def megatron(one_process: None) -> Iterator[None]:
+    yield
     uninstall()
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.config import log_once
 from tests.support import tiny
 from tests.support.parity import megatron
@@ -117,12 +117,7 @@ def test_the_first_pass_of_recompute_is_not_counted(experts):
     assert torch.equal(dispatcher.counters.totals, 2 * first_pass)
 
 
-def _layer(experts: Any, *, overlaps: bool) -> Any:
-    """Build a layer alone, whose config Megatron's checks would want more ranks for."""
-    config = tiny.config()
-    config.overlap_moe_expert_parallel_comm = overlaps
-    config.padded_dispatch = PaddedOptions(experts=experts)
-    return tiny.layer(config, padded_spec(tiny.layer_spec()))
+OVERLAPS = {"overlap_moe_expert_parallel_comm": True}
 
 
 def _share(one: Tensor, other: Tensor) -> bool:
@@ -132,7 +127,8 @@ def _share(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("experts", ["module", "packed"])
 def test_the_combined_schedule_frees_no_memory_that_results_have(experts):
     """On one rank, where the exchange hands on what it can."""
-    moe, hidden = _layer(experts, overlaps=True), torch.randn(9, 2, tiny.HIDDEN)
+    moe = tiny.padded_layer(PaddedOptions(experts=experts), later=OVERLAPS)
+    hidden = torch.randn(9, 2, tiny.HIDDEN)
     dispatcher = moe.token_dispatcher
     given = dispatcher.dispatch_preprocess(hidden, *reversed(moe.route(hidden)))
     sent = dispatcher.token_dispatch(*given)
@@ -150,7 +146,8 @@ def test_the_combined_schedule_frees_no_memory_that_results_have(experts):
 def test_the_allocator_keeps_the_plan_for_the_second_stream(monkeypatch, overlaps):
     recorded: list[int] = []
     monkeypatch.setattr(Tensor, "record_stream", lambda one, _: recorded.append(one.data_ptr()))
-    moe, hidden = _layer("module", overlaps=overlaps), torch.randn(9, 2, tiny.HIDDEN)
+    later = OVERLAPS if overlaps else {}
+    moe, hidden = tiny.padded_layer(later=later), torch.randn(9, 2, tiny.HIDDEN)
     dispatcher = moe.token_dispatcher
     given = dispatcher.dispatch_preprocess(hidden, *reversed(moe.route(hidden)))
     plan = [getattr(dispatcher, name).data_ptr() for name in dispatcher.cudagraph_attrs[:4]]

@@ -32,9 +32,8 @@ def layer(pool: Any, factor: Any, *, eval_factor: Any = None, **settings: Any) -
 def chain(number: int, factor: float | None, pool: Any = "store", **settings: Any) -> list[Any]:
     """So many layers of one chunk."""
     config = tiny.config(num_layers=number, moe_expert_capacity_factor=factor)
-    for name, value in settings.items():  # Some versions lack some of the fields.
-        setattr(config, name, value)
-    config.padded_dispatch = PaddedOptions(experts="packed", capacity_pool=pool)
+    settings["padded_dispatch"] = PaddedOptions(experts="packed", capacity_pool=pool)
+    tiny.changed(config, **settings)
     spec = padded_spec(tiny.layer_spec())
     return [tiny.layer(config, spec, index + 1) for index in range(number)]
 

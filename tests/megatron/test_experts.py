@@ -17,7 +17,7 @@ from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor, nn
 
-from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.experts import (
@@ -40,12 +40,8 @@ SHAPES = {"fc1": (48, tiny.HIDDEN), "fc2": (tiny.HIDDEN, 24)}
 
 def layer(options: PaddedOptions = PACKED, later: Any = None, **overrides: Any) -> Any:
     """Build a layer; `later` are settings that Megatron refuses on a CPU."""
-    config = tiny.config(**overrides)
-    config.padded_dispatch = options
-    for name, value in (later or {}).items():
-        setattr(config, name, value)
-    made = tiny.layer(config, padded_spec(tiny.layer_spec()))
-    if config.add_bias_linear and options not in (PACKED, CELLS):
+    made = tiny.padded_layer(options, later=later, **overrides)
+    if made.config.add_bias_linear and options not in (PACKED, CELLS):
         for expert in made.experts.local_experts:
             # Megatron adds fc2's bias in place to a view that autograd wants whole.
             expert.linear_fc2.register_forward_hook(lambda *call: (call[2][0].clone(), call[2][1]))
@@ -325,10 +321,8 @@ def test_a_clamp_that_megatron_would_leave_out_is_refused(monkeypatch):
     ids=str,
 )
 def test_auto_takes_ours_where_they_can_compute_the_config(settings, packed, reason):
-    config = tiny.config()
-    for name, value in {"bf16": True, "moe_expert_capacity_factor": None, **settings}.items():
-        setattr(config, name, value)
-    chosen = chosen_experts(config)
+    given = {"bf16": True, "moe_expert_capacity_factor": None, **settings}
+    chosen = chosen_experts(tiny.changed(tiny.config(), **given))
     assert (chosen.packed, chosen.pool) == (packed, "store" if packed else "expert")
     assert chosen.reason.startswith(reason)
 

@@ -16,9 +16,8 @@ from tests.support import tiny
 
 
 @pytest.fixture(autouse=True)
-def megatron() -> Iterator[None]:
-    with tiny.one_process():
-        yield
+def megatron(one_process: None) -> Iterator[None]:
+    yield
     uninstall()
 
 

@@ -4,7 +4,6 @@ Those of TEGroupedMLP need Transformer Engine: `tests.gpu.test_experts`.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,7 @@ GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 ONE_BY_ONE = pytest.mark.parametrize("one_by_one", [False, True], ids=["one axis", "one by one"])
 LAYERS = ((0, 1, 3),)  # The second of three layers.
 
-
-@pytest.fixture
-def megatron() -> Iterator[None]:
-    with tiny.one_process():
-        yield
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def experts(kind: str, **settings: Any) -> Any:
@@ -90,7 +85,7 @@ def _on_two_ranks(sizes: dict[str, int], gated: bool = True, one_by_one: bool = 
 @GATED
 @BIASED
 @ONE_BY_ONE
-def test_shards_are_those_of_the_module_it_replaces(megatron, offsets, gated, biased, one_by_one):
+def test_shards_are_those_of_the_module_it_replaces(offsets, gated, biased, one_by_one):
     settings = {"gated_linear_unit": gated, "add_bias_linear": biased}
     ours, theirs = _both(offsets, one_by_one, settings)
     parameters = 2 * (1 + biased) * tiny.NUM_EXPERTS + gated * (1 + biased) * tiny.NUM_EXPERTS
@@ -140,7 +135,7 @@ def _sharded_states(which: Any, adam: torch.optim.Adam) -> dict[str, Any]:
 
 @BIASED
 @pytest.mark.parametrize("source", ["packed", "module"])
-def test_distributed_checkpoints_load_both_ways(megatron, tmp_path: Path, biased, source):
+def test_distributed_checkpoints_load_both_ways(tmp_path: Path, biased, source):
     target = {"packed": "module", "module": "packed"}[source]
     one, other = (experts(kind, add_bias_linear=biased) for kind in (source, target))
     with torch.no_grad():
@@ -156,7 +151,7 @@ def test_distributed_checkpoints_load_both_ways(megatron, tmp_path: Path, biased
 
 @BIASED
 @pytest.mark.parametrize("source", ["packed", "module"])
-def test_optimizer_states_load_both_ways(megatron, tmp_path: Path, biased, source):
+def test_optimizer_states_load_both_ways(tmp_path: Path, biased, source):
     target = {"packed": "module", "module": "packed"}[source]
     one, other = (experts(kind, add_bias_linear=biased) for kind in (source, target))
     adam, restored = _adam(one, 0.5), _adam(other, 3.0)
@@ -173,7 +168,7 @@ def test_optimizer_states_load_both_ways(megatron, tmp_path: Path, biased, sourc
     assert_same(ours, theirs)
 
 
-def test_flattened_parameters_are_refused(megatron):
+def test_flattened_parameters_are_refused():
     factory = experts("packed").sharded_state_dict()["linear_fc1.weight"]
     factory.flattened_range = slice(0, 8)
     with pytest.raises(ValueError, match="fully_reshardable"):
@@ -193,7 +188,7 @@ def test_flattened_parameters_are_refused(megatron):
     ],
     ids=["transposed", "rows of others", "missing"],
 )
-def test_single_experts_of_a_wrong_shape_or_missing_are_named(megatron, biased, changes, words):
+def test_single_experts_of_a_wrong_shape_or_missing_are_named(biased, changes, words):
     made = experts("packed", add_bias_linear=biased)
     state = made.state_dict()
     for name, change in changes.items():

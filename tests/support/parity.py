@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron import install, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.cpu import megatron_on_cpu
+from tests.support.tiny import model_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +53,8 @@ def megatron(device: str, **sizes: Any) -> Iterator[None]:
         install()
         stack.callback(uninstall)
         forget_moe_state()
-        stack.callback(end_gloo_groups, set(distributed_c10d._world.pg_map))
-        parallel_state.initialize_model_parallel(**sizes)
-        stack.callback(parallel_state.destroy_model_parallel)
+        stack.enter_context(model_parallel(**sizes))
         yield
-
-
-def end_gloo_groups(kept: set[Any]) -> None:
-    """Destroy all gloo groups but `kept`; Megatron does not, and each holds three threads."""
-    for group in set(distributed_c10d._world.pg_map) - kept:
-        if dist.get_backend(group) == "gloo":
-            dist.destroy_process_group(group)
 
 
 def compare(

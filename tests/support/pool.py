@@ -14,8 +14,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,9 +31,10 @@ from padded_dispatch.utils.launch import torchrun_env
 _START_S = 120.0  # imports and rendezvous, on a busy laptop
 _PEERS_S = 2.0  # after the first error, for peers that do not wait for that rank
 _context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-_context.set_forkserver_preload(["tests.support.training"])
+_context.set_forkserver_preload(["tests.support.training", "torch._dynamo"])
 _numbers = count()
 _idle: dict[int, list["_Workers"]] = {}
+_groups: dict[tuple[int, ...], Any] = {}  # by their ranks
 
 
 class WorkerError(RuntimeError):
@@ -114,6 +115,33 @@ def end_idle_workers() -> dict[int, int]:
         workers.kill()
     _idle.clear()
     return threads
+
+
+@contextmanager
+def shared_groups() -> Iterator[None]:
+    """Let groups of gloo that are made inside of such blocks be one per ranks, until all end.
+
+    Megatron makes twenty for one rank. Each would have three threads, which wake up a hundred times
+    a second, and need a hundredth of a second to end.
+    """
+    make = dist.new_group
+
+    def group_of(ranks: list[int], backend: str | None = None, **options: Any) -> Any:
+        if (backend or dist.get_backend()) != "gloo":
+            return make(ranks, backend=backend, **options)
+        if tuple(ranks) not in _groups:
+            _groups[tuple(ranks)] = make(ranks, backend=backend, **options)
+        return _groups[tuple(ranks)]
+
+    with patch.multiple(dist, new_group=group_of, destroy_process_group=lambda group: None):
+        yield
+
+
+def end_groups() -> None:
+    """Destroy all groups."""
+    _groups.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def num_threads(pid: int) -> int:
@@ -208,8 +236,7 @@ def _begin(backend: str, name: str) -> None:
 
 
 def _end() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end_groups()
     assert not distributed_c10d._world.pg_map
     forget_models()
 

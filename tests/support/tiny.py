@@ -14,9 +14,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.megatron import PaddedOptions, padded_spec, uninstall
+from padded_dispatch.megatron import padded_spec, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.cpu import megatron_on_cpu
+from tests.support.pool import end_groups, shared_groups
 
 NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 16
 
@@ -59,12 +60,31 @@ def layer(config: TransformerConfig, spec: Any = None, number: int = 1) -> Any:
     return built.train()
 
 
-def padded_layer(options: PaddedOptions | None = None, **settings: Any) -> Any:
-    """Build a MoE layer with the padded dispatcher, by `padded_spec`."""
-    made = config(**settings)
+def padded_layer(options: Any = None, *, later: Any = None, **settings: Any) -> Any:
+    """Build a MoE layer with the padded dispatcher; `later`: fields that Megatron would refuse."""
+    made = changed(config(**settings), **(later or {}))
     if options is not None:
         made.padded_dispatch = options
     return layer(made, padded_spec(layer_spec()))
+
+
+def changed(config: Any, **fields: Any) -> Any:
+    """Set fields of a config past Megatron's checks; some versions lack some of them."""
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+@contextmanager
+def model_parallel(**sizes: Any) -> Iterator[None]:
+    """Set Megatron's groups of these sizes up; those of gloo are shared."""
+    with shared_groups():
+        parallel_state.initialize_model_parallel(**sizes)
+    try:
+        yield
+    finally:
+        with shared_groups():
+            parallel_state.destroy_model_parallel()
 
 
 @contextmanager
@@ -72,13 +92,12 @@ def one_process(device: str = "cpu") -> Iterator[None]:
     """Set up Megatron in this process alone: gloo, and parallel state of size 1."""
     with megatron_on_cpu() if device == "cpu" else nullcontext():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
         try:
-            yield
+            with model_parallel():
+                yield
         finally:
             forget_moe_state()
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+            end_groups()
 
 
 @contextmanager
@@ -97,6 +116,5 @@ def only_worker() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         uninstall()
-        if dist.is_initialized():
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+        parallel_state.destroy_model_parallel()
+        end_groups()

@@ -28,7 +28,7 @@ from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.loop import Outcome
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.replay import replay
-from tests.support.pool import WorkerPool
+from tests.support.pool import WorkerPool, shared_groups
 
 # By (step, layer): rows asked for at this rank's tokens, rows that this rank counts as kept, and
 # the largest need of a pass.
@@ -127,8 +127,13 @@ def _train(*runs: str) -> list[Outcome]:
     return outcomes
 
 
+def _train_in_shared_groups(*runs: str) -> list[Outcome]:
+    with shared_groups():
+        return _train(*runs)
+
+
 def train(pool: Any, *runs: str) -> list[Outcome]:
-    first, second = pool.run(_train, *runs)
+    first, second = pool.run(_train_in_shared_groups, *runs)
     for one, other in zip(first, second, strict=True):
         assert [row.loss for row in one.rows] == [row.loss for row in other.rows]
     return first
@@ -234,7 +239,7 @@ def test_nothing_of_a_run_outlives_it(pool2):
 
 
 def _counted(flags: str) -> Counted:
-    with megatron_on_cpu():
+    with megatron_on_cpu(), shared_groups():
         return counted_run(f"{SMALL} {flags}", CPU)
 
 

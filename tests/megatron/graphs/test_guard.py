@@ -31,10 +31,9 @@ NOTHING_CAPTURED = (
 
 
 @pytest.fixture
-def megatron(monkeypatch) -> Iterator[None]:  # `monkeypatch` is undone after `uninstall`.
+def megatron(one_process, monkeypatch) -> Iterator[None]:  # `monkeypatch` is undone later.
     uninstall()  # Tests of another module may have left wraps.
-    with tiny.one_process():
-        yield
+    yield
     uninstall()
 
 
