@@ -267,7 +267,6 @@ def _identity(settings: Settings) -> dict[str, Any]:
         "contender": _CONTENDERS[dispatch.dispatcher],
         "graph": settings.output.graph,
         "variant": None,
-        "policy": dispatch.drop_policy,
         "seed": recipe.seed,
         "flags": settings.flags(),
         "fusions": fusions(settings),

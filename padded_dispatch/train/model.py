@@ -189,7 +189,6 @@ def _dispatcher(settings: Settings) -> dict[str, Any]:
     return {
         "moe_token_dispatcher_type": stock,
         "moe_expert_capacity_factor": dispatch.capacity_factor,
-        "moe_token_drop_policy": dispatch.drop_policy,
         "moe_pad_expert_input_to_capacity": dispatch.dispatcher == "alltoall-drop-pad",
     }
 

@@ -156,9 +156,6 @@ class Dispatch:
         "room for rows relative to perfect balance; 'none' drops nothing "
         "(default: 1.25 if the dispatcher drops)"
     )
-    drop_policy: Literal["probs", "position"] = _option(
-        "which rows keep a slot: the most probable, or the first", default="probs"
-    )
     padded: PaddedOptions = field(default_factory=PaddedOptions)
 
 

@@ -84,7 +84,7 @@ def test_every_field_is_a_flag(capsys):
         parse(["--help"])
     listed = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
     fields = [field for group in (Recipe, Layout, Output) for field in dataclasses.fields(group)]
-    assert {flag(field.name) for field in fields} | {"--dispatcher", "--drop-policy"} <= listed
+    assert {flag(field.name) for field in fields} | {"--dispatcher"} <= listed
     flags = "--lr 0.5 --seed 0 --deterministic --pp 2 --vpp 1 --out r.json"
     settings = parse(flags.split())
     assert (settings.recipe.lr, settings.recipe.seed, settings.layout.vpp) == (0.5, 0, 1)

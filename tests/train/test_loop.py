@@ -201,7 +201,7 @@ def test_a_run_is_a_row_of_a_results_file(pool2, tmp_path):
     (row,) = kept["rows"]
     assert (row["model"], row["contender"], row["graph"]) == ("tiny", "ours", "none")
     assert (row["ep"], row["tokens"], row["capacity_factor"]) == (2, 72, 1.25)
-    assert (row["seed"], row["policy"], row["pool"]) == (1234, "probs", "expert")
+    assert (row["seed"], row["pool"]) == (1234, "expert")
     assert row["flags"]["recipe"]["seq_length"] == 24
     assert row["flags"]["dispatch"]["padded"]["on_overflow"] == "warn"
     # A loss for each step; a line covers the steps since the line before.
@@ -246,7 +246,7 @@ def _counted(flags: str) -> Counted:
 @pytest.mark.parametrize(
     ("flags", "given"),
     [
-        ("--eval-every 2 --global-batch 18 --drop-policy position", {"strikes": "position"}),
+        ("--eval-every 2 --global-batch 18", {}),
         ("--pp 2 --num-layers 4 --balancing expert-bias", {}),
         ("--experts packed --num-layers 3 --global-batch 18", {}),
         ("--experts packed --num-layers 4 --pp 2 --global-batch 9", {"store_layers": 2}),
