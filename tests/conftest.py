@@ -4,7 +4,6 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -41,29 +40,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if files or torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
 
 
-_threads: dict[int, int] = {}  # of each process at the end of the session
-
-
-def pytest_testnodedown(node: Any) -> None:
-    """Take the threads of a process that ran tests, and of its workers."""
-    _threads.update(getattr(node, "workeroutput", {}).get("threads", {}))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail if this process or a worker has many threads: tests left their process groups."""
+@pytest.fixture(scope="session", autouse=True)
+def few_threads() -> Iterator[None]:
+    """Fail if this process or a worker has many threads at the end."""
+    yield
     gc.unfreeze()  # for a normal interpreter shutdown
-    _threads.update(end_idle_workers() | {os.getpid(): num_threads(os.getpid())})
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["threads"] = _threads
-    elif max(_threads.values()) > MAX_THREADS:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say which process has too many threads."""
-    if _threads and max(_threads.values()) > MAX_THREADS:
-        words = f"processes must have at most {MAX_THREADS} threads at the end, got {_threads}"
-        terminalreporter.write_line(f"{words}; destroy the groups that a test makes", red=True)
+    threads = end_idle_workers() | {os.getpid(): num_threads(os.getpid())}
+    assert max(threads.values()) <= MAX_THREADS, f"destroy the groups that a test makes: {threads}"
 
 
 @pytest.fixture(scope="module", autouse=True)

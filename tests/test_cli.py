@@ -130,6 +130,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, fl
         ("trian", "COMMAND must be one of .*, got 'trian'; did you mean train?"),
         ("sweep", "COMMAND must be one of train, compare, bench, tune, got 'sweep'; see --help"),
         ("train --stepz 9", "unrecognized arguments: --stepz 9; did you mean --steps?"),
+        ("train --stepz=9", "unrecognized arguments: --stepz=9; did you mean --steps?"),
         ("compare --vs --no-such-flag", "unrecognized arguments: --no-such-flag; --help lists"),
         ("bench --models x", "argument --models: invalid choice: 'x'"),
     ],

@@ -465,7 +465,7 @@ def _generating() -> Iterator[Row]:
         case = GenerationCase(ranks=ranks, experts=experts, local_graphs=graphs)
         name = f"{experts}, EP{ranks}{', local graphs' * graphs}"
         how: dict[str, Any] = {"run": generates_as_stock, "ranks": ranks, "gpu": _TEXT}
-        how["cpu"] = experts == "module" or not graphs
+        how["cpu"] = not graphs  # Evaluation in a pretended capture: test_layer_configs.
         yield Row(check=TEXT, name=name, case=case, **how)
         if ranks > 1 and not graphs:
             uneven = dataclasses.replace(case, uneven=True)

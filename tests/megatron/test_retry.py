@@ -282,38 +282,32 @@ class Output(OrderedDict[str, Any]):
 def test_memory_that_is_written_later_does_not_matter(reuses):
     """Either the loader fills the same memory again, or the forward step changes its batch."""
 
-    def batch(value: int) -> Any:
-        ids = torch.tensor([value, value])
-        more = [Pair(ids + 1, None), (np.full(2, value),), deque([ids + 2]), {"a set"}]
-        nested = OrderedDict(bounds=Bounds(ids + 3), fixed=MappingProxyType({"ids": ids + 4}))
-        vars(nested)["more"] = ids + 7
-        both = Output(ids + 5)
-        both["ids"] = ids + 6
+    def values(number: int) -> torch.Tensor:
+        return number + 10 * torch.arange(9)
+
+    def batch(memory: torch.Tensor) -> Any:
+        """Return a batch that has all of its tensors, and an array, in this memory."""
+        ids, mask, in_queue, ends, fixed, attribute, of_output, in_output, array = memory.chunk(9)
+        nested = OrderedDict(bounds=Bounds(ends), fixed=MappingProxyType({"ids": fixed}))
+        vars(nested)["more"] = attribute
+        both = Output(of_output)
+        both["ids"] = in_output
+        more = [Pair(mask, None), (array.numpy(),), deque([in_queue]), {"a set"}]
         return UserDict(ids=ids, more=more, nested=nested, both=both)
 
-    batches = [batch(0)] * 3 if reuses else [batch(number) for number in range(3)]
-
-    def change(one: Any, value: int) -> None:
-        one["ids"].fill_(value)
-        one["more"][0].ids.fill_(value + 1)
-        one["more"][1][0].fill(value)
-        one["more"][2][0].fill_(value + 2)
-        one["nested"]["bounds"].ends.fill_(value + 3)
-        one["nested"].more.fill_(value + 7)
-        one["nested"]["fixed"]["ids"].fill_(value + 4)
-        one["both"].more.fill_(value + 5)
-        one["both"]["ids"].fill_(value + 6)
+    memories = [values(0)] * 3 if reuses else [values(number) for number in range(3)]
+    batches = [batch(memory) for memory in memories]
 
     def loader() -> Iterator[Any]:
         for number, one in enumerate(batches):
             if reuses:
-                change(one, number)
+                memories[number].copy_(values(number))
             yield one
 
     recorded = record(loader())
-    for one in recorded:
+    for number, one in enumerate(recorded):
         if not reuses:
-            change(one, 100)
+            memories[number].fill_(100)
             one["more"][2].clear()
             one["more"].append("changed")
             one["nested"].clear()
@@ -321,19 +315,12 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
     again = list(replay(recorded))
     assert len(again) == 3
     for number, one in enumerate(again):
-        assert type(one) is UserDict and one["ids"].tolist() == [number, number]
-        pair, (array,), queue, words = one["more"]
-        assert isinstance(pair, Pair) and pair.ids.tolist() == [number + 1] * 2
-        assert pair.mask is None and words == {"a set"}
-        assert array.tolist() == [number, number] and queue[0].tolist() == [number + 2] * 2
-        assert type(one["nested"]) is OrderedDict
-        assert one["nested"]["bounds"].ends.tolist() == [number + 3] * 2
-        assert one["nested"]["bounds"].most == 3
-        assert one["nested"].more.tolist() == [number + 7] * 2
-        assert one["nested"]["fixed"]["ids"].tolist() == [number + 4] * 2
-        both = one["both"]
-        assert both.more.tolist() == [number + 5] * 2
-        assert both["ids"].tolist() == [number + 6] * 2
+        (pair, (array,), queue, words), nested, both = one["more"], one["nested"], one["both"]
+        assert type(one) is UserDict and type(nested) is OrderedDict and isinstance(pair, Pair)
+        assert pair.mask is None and words == {"a set"} and nested["bounds"].most == 3
+        of_nested = nested["bounds"].ends, nested["fixed"]["ids"], nested.more
+        found = one["ids"], pair.ids, queue[0], *of_nested, both.more, both["ids"]
+        assert torch.cat([*found, torch.from_numpy(array)]).tolist() == values(number).tolist()
 
 
 class Shelf(UserDict[str, Any]):

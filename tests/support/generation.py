@@ -10,8 +10,8 @@ Transformer Engine 2.20.2 takes parts of a fused projection, and of a cache for 
 there are, for contiguous tensors, so cuDNN's attention reads memory that was never written, in
 stock, too. All models here hand their attention contiguous tensors (`contiguous_attention`).
 
-With `local` graphs decoding needs the flash-attn package. `attend` stands in for it, in all models;
-it can be captured. On a CPU, `LocalGraphs` stands in for Megatron's manager of graphs.
+With `local` graphs, on GPUs, decoding needs the flash-attn package. `attend` stands in for it, in
+all models; it can be captured.
 """
 
 import faulthandler
@@ -46,14 +46,12 @@ from megatron.core.transformer import attention, cuda_graphs
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.options import Experts
 from padded_dispatch.utils.patches import Patches
 from tests.support import tiny
-from tests.support.graph_protocol import Tape, pretend_capture
 from tests.support.parity import megatron
 from tests.support.rows import Findings
 
@@ -115,31 +113,6 @@ class Generated:
 
     logits: list[Tensor] = field(default_factory=list)
     tokens: list[Tensor] = field(default_factory=list)
-
-
-class LocalGraphs:
-    """Stand-in for Megatron's manager of a layer's `local` graphs, for text generation on a CPU."""
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        self._graphs: dict[torch.Size, tuple[Tape, dict[str, Any], Any]] = {}
-
-    def __call__(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Capture the layer, if the shape is new, and replay it."""
-        shape = kwargs["hidden_states"].shape
-        if shape not in self._graphs:
-            static = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, kwargs)
-            with Patches() as patches:
-                patches.set(cuda_graphs, "_IS_GRAPH_WARMUP", True)
-                layer.forward(**static)
-            with pretend_capture(), Tape() as tape:
-                output = layer.forward(**static)
-            self._graphs[shape] = tape, static, output
-        tape, static, output = self._graphs[shape]
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor):
-                static[name].copy_(value)
-        tape.replay()
-        return output
 
 
 def attend(
@@ -383,8 +356,6 @@ def _with_lists(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
 
 def _num_graphs(module: Any) -> int:
     manager = getattr(module, "cudagraph_manager", None)
-    if isinstance(manager, LocalGraphs):
-        return len(manager._graphs)
     return 0 if manager is None else len(manager.cudagraph_runners)
 
 
@@ -402,6 +373,5 @@ def _world(case: GenerationCase) -> Iterator[None]:
 
             patches.set(Core, "forward", contiguous_attention(Core.forward))
         else:
-            patches.set(cuda_graphs, "CudaGraphManager", LocalGraphs)
             patches.set(dist, "all_to_all_single", _with_lists(dist.all_to_all_single))
         yield

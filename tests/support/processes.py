@@ -3,25 +3,15 @@
 import os
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 ENVIRONMENT = dict(os.environ)  # as at the start: tests and conftest.py change it
 
 
 def workers_of(pid: int) -> list[int]:
     """Return the workers that the process `pid` has started, in no order."""
-    return [child for child in children_of(pid) if "spawn_main" in command_of(child)]
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the processes that the process `pid` has started and that have not ended."""
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(child) for child in file.read().split()]
-
-
-def command_of(pid: int) -> str:
-    """Return the command line of a process; its words end with zero bytes."""
-    with open(f"/proc/{pid}/cmdline") as file:
-        return file.read()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(c) for c in children if "spawn_main" in Path(f"/proc/{c}/cmdline").read_text()]
 
 
 def lives(pid: int) -> bool:
@@ -30,8 +20,7 @@ def lives(pid: int) -> bool:
     Who asks for that of an orphan is up to the machine: the first process of a container may not.
     """
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 

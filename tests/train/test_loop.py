@@ -1,4 +1,4 @@
-"""Whole training runs on two ranks: learning, dropping, repeated steps, traces, results."""
+"""Whole training runs: learning, dropping, repeated steps, traces, results; graphs on GPUs."""
 
 import contextlib
 import gc
@@ -35,8 +35,8 @@ from tests.support.pool import WorkerPool, shared_groups
 Counted = dict[tuple[int, int], tuple[int, int, int]]
 
 
-def counted_run(flags: str, device: torch.device) -> Counted:
-    """Train as `padded-dispatch train FLAGS` does, on this rank of the default group."""
+def counted_run(flags: str, device: torch.device) -> tuple[Counted, list[float]]:
+    """Train as `padded-dispatch train FLAGS` does, on this rank; return counts and losses."""
     counted: Counted = {}
     step_of_run = loop.Trainer.step
 
@@ -56,11 +56,11 @@ def counted_run(flags: str, device: torch.device) -> Counted:
     try:
         settings = parse(flags.split())
         with contextlib.redirect_stdout(io.StringIO()):
-            loop.train(settings, device)
+            outcome = loop.train(settings, device)
     finally:
         loop.Trainer.step = step_of_run
         uninstall()
-    return counted
+    return counted, losses(outcome)
 
 
 def rows_of(counters) -> tuple[int, int]:
@@ -240,7 +240,7 @@ def test_nothing_of_a_run_outlives_it(pool2):
 
 def _counted(flags: str) -> Counted:
     with megatron_on_cpu(), shared_groups():
-        return counted_run(f"{SMALL} {flags}", CPU)
+        return counted_run(f"{SMALL} {flags}", CPU)[0]
 
 
 @pytest.mark.parametrize(
@@ -261,32 +261,34 @@ def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, gi
     assert set(trace.steps.tolist()) == {1, 2} and len(list(tmp_path.iterdir())) == 2
 
 
-GRAPHS = ["none", "partial", "layer", "full-iteration"]
-
-
-def _run_on_gpus(flags: str) -> Counted:
+def _run_on_gpus(flags: str) -> tuple[Counted, list[float]]:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     torch.cuda.set_stream(training_stream())
     run = f"--device cuda --workers {dist.get_world_size()} --seq-length 128 --micro-batch 3"
-    return counted_run(f"{run} --steps 12 --capacity-factor 0.5 {flags}", device)
+    return counted_run(f"{run} --steps 24 --capacity-factor 0.5 --deterministic {flags}", device)
 
 
 def check_on_gpus(pool: WorkerPool, folder: Path, flags: str) -> None:
-    counted = pool.run(_run_on_gpus, f"--trace {folder} {flags}", timeout_s=240.0)
-    assert_trace_says_the_same(folder, counted, factor=0.5, strikes=None)
+    """Check traces of runs with graphs of each kind, and that all have the same losses."""
+    losses: dict[str, list[list[float]]] = {}
+    for graph in ("none", "partial", "layer", "full-iteration"):
+        traced = f"--trace {folder / graph} --graph {graph} {flags}"
+        found = pool.run(_run_on_gpus, traced, timeout_s=240.0)
+        counted = [of_rank for of_rank, _ in found]
+        assert_trace_says_the_same(folder / graph, counted, factor=0.5, strikes=None)
+        losses[graph] = [of_rank for _, of_rank in found]
+        assert losses[graph] == losses["none"], graph
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graph", GRAPHS)
-def test_a_trace_on_one_gpu(gpu_pools, tmp_path, graph):
-    check_on_gpus(gpu_pools[1], tmp_path, f"--graph {graph}")
+def test_traces_and_losses_with_graphs_on_one_gpu(gpu_pools, tmp_path):
+    check_on_gpus(gpu_pools[1], tmp_path, "")
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("graph", GRAPHS)
-def test_a_trace_on_all_gpus(gpu_pools, tmp_path, graph, passes):
+@pytest.mark.parametrize("more", ["", "--balancing expert-bias"])
+def test_traces_and_losses_with_graphs_on_all_gpus(gpu_pools, tmp_path, more, passes):
     ranks = next(n for n in (8, 4, 2) if n <= torch.cuda.device_count())
-    flags = f"--graph {graph} --global-batch {3 * passes * ranks}"
-    check_on_gpus(gpu_pools[ranks], tmp_path, flags)
+    check_on_gpus(gpu_pools[ranks], tmp_path, f"--global-batch {3 * passes * ranks} {more}")

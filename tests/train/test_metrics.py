@@ -50,44 +50,20 @@ def _rows() -> list[Row]:
 
 
 def test_rows_sum_over_layers_and_ranks():
-    first = Row(
-        step=2,
-        loss=3.0,
-        lr=0.5,
-        step_ms=2000.0,
-        tokens_per_s=50.0,
-        fill=13 / 20,
-        dropped=1 - 13 / 16,
-        retried=1,
-    )
-    second = Row(
-        step=3,
-        loss=7.0,
-        lr=0.25,
-        step_ms=1000.0,
-        tokens_per_s=100.0,
-        fill=0.0,
-        dropped=1.0,
-        retried=None,
-    )
-    assert run_on_threads(2, _rows) == [[first, second]] * 2
+    first: Any = {"step": 2, "loss": 3.0, "lr": 0.5, "step_ms": 2000.0, "tokens_per_s": 50.0}
+    first |= {"fill": 13 / 20, "dropped": 1 - 13 / 16, "retried": 1}
+    second: Any = {"step": 3, "loss": 7.0, "lr": 0.25, "step_ms": 1000.0, "tokens_per_s": 100.0}
+    second |= {"fill": 0.0, "dropped": 1.0, "retried": None}
+    assert run_on_threads(2, _rows) == [[Row(**first), Row(**second)]] * 2
 
 
 def test_a_row_as_text():
-    row = Row(
-        step=20,
-        loss=3.01234,
-        lr=5e-3,
-        step_ms=41.54,
-        tokens_per_s=9876.5,
-        fill=0.767,
-        dropped=0.041,
-        retried=None,
-    )
+    given: Any = {"step": 20, "loss": 3.01234, "lr": 5e-3, "step_ms": 41.54, "tokens_per_s": 9876.5}
+    row = Row(**given, fill=0.767, dropped=0.041, retried=None)
     text = "step  20/200 | loss 3.0123 | lr 5.0e-03 | 41.5 ms | 9,876 tokens/s"
     assert row.line(200) == f"{text} | dropped 4.1% | fill 76.7%"
-    uncounted = vars(row) | {"fill": None, "dropped": None, "retried": 2}
-    assert Row(**uncounted).line(200) == f"{text} | retried 2"
+    uncounted = Row(**given, fill=None, dropped=None, retried=2)
+    assert uncounted.line(200) == f"{text} | retried 2"
 
 
 def test_flops_of_the_docstring_example():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from padded_dispatch.utils.flags import HelpFormatter, Parser, errors_name_flags
+from padded_dispatch.utils.flags import HelpFormatter, errors_name_flags
 
 GIVEN = Namespace(tokens=3, min_capacity=2, capacity_factors=[1.0])
 
@@ -41,19 +41,3 @@ def test_help_shows_defaults_that_are_set_and_not_explained():
         "--factors X [X ...] 2 % more (default: 1.0 2.0) --path PATH a file (default: none) "
         "--name TEXT text (default: the first) --off a switch"
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        (["--capcity-factor", "2"], "--capcity-factor 2; did you mean --capacity-factor?"),
-        (["--capcity-factor=2"], "--capcity-factor=2; did you mean --capacity-factor?"),
-        (["--quiet"], "--quiet; --help lists the flags"),
-    ],
-)
-def test_an_unknown_flag_has_the_most_similar_one_beside_it(given, shown, capsys):
-    parser = Parser(prog="x")
-    parser.add_argument("--capacity-factor")
-    with pytest.raises(SystemExit, match=r"^2$"):
-        parser.parse_args(given)
-    assert capsys.readouterr().err.endswith(f"x: error: unrecognized arguments: {shown}\n")

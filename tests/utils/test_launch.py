@@ -104,7 +104,8 @@ def _as_a_terminal_starts() -> None:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks into /proc")
 @pytest.mark.parametrize(
-    ("where", "number"), [("importing", signal.SIGINT), ("working", signal.SIGKILL)]
+    ("where", "number"),
+    [("importing", signal.SIGINT), ("working", signal.SIGTERM), ("working", signal.SIGKILL)],
 )
 def test_a_signal_ends_all_processes(tmp_path, where, number):
     (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
