@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.experts import store
-from padded_dispatch.megatron import PaddedOptions, padded_spec
+from padded_dispatch.megatron import PaddedOptions, dispatcher, padded_spec
 from tests.support import tiny
 from tests.support.parity import megatron
 
@@ -71,16 +71,14 @@ def run(made: Any, hidden: Tensor) -> dict[str, Tensor]:
 def rooms_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of rooms that passes took, in their order."""
     found: list[str] = []
-    for name in ("take", "scratch", "fitting"):
-        owner = store.Store if name == "take" else "padded_dispatch.megatron.dispatcher"
-        make = getattr(store.Store if name == "take" else store, name)
 
-        def noted(*args: Any, make: Callable[..., Any] = make, name: str = name) -> Any:
-            found.append(name)
-            return make(*args)
+    def note(owner: Any, name: str) -> None:
+        make = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: found.append(name) or make(*args))
 
-        target = (owner, name) if name == "take" else (f"{owner}.{name}",)
-        monkeypatch.setattr(*target, noted)
+    note(store.Store, "take")
+    note(dispatcher, "scratch")
+    note(dispatcher, "fitting")
     return found
 
 

@@ -10,7 +10,7 @@ import os
 import weakref
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from padded_dispatch.train.loop import Outcome
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.replay import replay
 from tests.support.pool import WorkerPool, shared_groups
+from tests.train.test_model import on_a_gpu
 
 # By (step, layer): rows asked for at this rank's tokens, rows that this rank counts as kept, and
 # the largest need of a pass.
@@ -259,6 +260,23 @@ def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, gi
     trace = load_traces([tmp_path])
     assert (trace.num_experts, trace.top_k, trace.num_tokens) == (8, 2, 72)
     assert set(trace.steps.tolist()) == {1, 2} and len(list(tmp_path.iterdir())) == 2
+
+
+def test_layers_are_captured_ahead_of_the_first_step_that_is_not_eager(monkeypatch):
+    events: list[Any] = []
+    for name in ("__init__", "capture"):
+        note = lambda _, *chunks, name=name, **given: events.append((name, given))  # noqa: E731
+        monkeypatch.setattr(loop.LayerGraphs, name, note)
+    monkeypatch.setattr(loop, "run_passes", lambda *_, **given: [given["schedule"]])
+    settings, optimizer = on_a_gpu("layer"), MagicMock()
+    made = loop._graphs(settings, None, [], optimizer.adam)  # pyright: ignore
+    given: Any = dict.fromkeys(("text", "held_out", "retry")) | {"graphs": made, "chunks": []}
+    trainer = loop.Trainer(settings=settings, device=CPU, optimizer=optimizer, **given)
+    for number in range(1, 6):
+        assert trainer.step(number).losses == [None]  # Megatron's own schedule.
+        events.append(number)
+    sizes = {"seq_length": 64, "micro_batch": 8, "optimizers": (optimizer.adam,)}
+    assert events == [("__init__", sizes), 1, 2, 3, ("capture", {}), 4, 5]
 
 
 def _run_on_gpus(flags: str) -> tuple[Counted, list[float]]:
