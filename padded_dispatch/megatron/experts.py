@@ -183,11 +183,11 @@ def in_fp8(config: Any, number: int | None = None) -> bool:
 
     Layers of multi-token prediction, whose numbers come last, do. None is any layer.
     """
+    if not config.fp8 or number is None or number > config.num_layers:
+        return bool(config.fp8)
     from megatron.core.fp8_utils import is_first_last_bf16_layer
 
-    if number is None or number > config.num_layers:
-        return bool(config.fp8)
-    return bool(config.fp8) and not is_first_last_bf16_layer(config, number - 1)
+    return not is_first_last_bf16_layer(config, number - 1)
 
 
 class StackedExperts(MegatronModule):
