@@ -91,9 +91,9 @@ def launch_all() -> None:
         tiles=torch.zeros(4, 4, dtype=int32),
     )
     to = torch.zeros(64, dtype=torch.int64)
-    gemm.rows_times_weights_at(weights[0], weights, segments, to, stored=False)
+    gemm.rows_times_weights(weights[0], weights, segments, at_M=to, stored=False)
     eight = Scaled(values=values.values[0], scales=values.scales[0], dtype=bf16)
-    gemm.rows_times_weights_at(eight, values, segments, to, stored=False)
+    gemm.rows_times_weights(eight, values, segments, at_M=to, stored=False)
 
 
 def compiled(arch: int, *, once: bool = False) -> dict[str, int]:

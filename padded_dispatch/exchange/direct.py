@@ -149,12 +149,12 @@ class DirectWire:
         if product.beside_N is not None:
             offsets = segments.offsets
             direct.send_beside(product.beside_N, layout.row_SPK, buffers.besides_R, offsets)
-        gemm.rows_times_weights_at(
+        gemm.rows_times_weights(
             product.rows_NI,
             product.weight_LOI,
             segments,
-            layout.home_M,
             stored=product.stored,
+            at_M=layout.home_M,
             bias_LO=product.bias_LO,
             prob_M=product.prob_M,
         )

@@ -223,11 +223,7 @@ def _weight_gradient(
     spare_LOI: Tensor | None,
 ) -> Tensor:
     """Return a weight's gradient, or add it to the sums and return unspecified memory."""
+    product_LOI = gemm.weight_gradients(grad, rows_NI, segments, sums_LOI, stored=stored)
     if sums_LOI is None:
-        return gemm.weight_gradients(
-            grad, rows_NI, segments, grad_stored=stored, rows_stored=stored
-        )
-    gemm.add_weight_gradients(
-        grad, rows_NI, segments, sums_LOI, grad_stored=stored, rows_stored=stored
-    )
+        return product_LOI
     return unspecified_gradient(sums_LOI, spare_LOI, rows_NI.dtype)

@@ -5,7 +5,7 @@ ranks, as this rank can store to them. Kernels only store to peers and never rea
 not synchronize: `exchange.direct` has the barriers.
 
 `push` sends every token once to each other rank that has one of its experts, and the plan beside it
-to all. Rows come home from inside of products (`gemm.rows_times_weights_at`); `send_beside` sends
+to all. Rows come home from inside of products (`gemm.rows_times_weights`); `send_beside` sends
 the numbers beside them.
 
 A link is shared by all programs that store over it at a time, so their destinations should differ:

@@ -1,13 +1,13 @@
 """Grouped products over packed rows: rows times weights, and gradients of weights.
 
 `rows_times_weights` multiplies every expert's rows by that expert's matrix: both forward linears
-and both gradients of rows. `rows_times_weights_at` stores each row of the product at an address of
-its own, also on other GPUs. `add_weight_gradients` multiplies two blocks of rows of one expert, and
-adds the product to an fp32 buffer; `weight_gradients` returns the same products rounded.
+and both gradients of rows. Each row of the product may go to an address of its own, also on other
+GPUs. `weight_gradients` multiplies two blocks of rows of one expert, and may add the product to an
+fp32 buffer.
 
-`kernels.Segments` says where the rows lie. Each operand is stored or loose, whatever the others
-are: only the coordinate of its first row differs. Rows outside of the offsets are never read into a
-result that is kept, and never written.
+`kernels.Segments` says where the rows lie. Rows are stored or loose: only the coordinate of the
+first one differs. Rows outside of the offsets are never read into a result that is kept, and never
+written.
 
 The kernels are persistent: programs take tiles in turn, experts in ascending order. Of a small
 weight all columns are taken before the next rows; of a large one, up to 16 tiles of rows before the
@@ -77,6 +77,7 @@ def rows_times_weights(
     stored: bool,
     out: Tensor | None = None,
     out_stored: bool = False,
+    at_M: Tensor | None = None,
     bias_LO: Tensor | None = None,
     prob_M: Tensor | None = None,
     tiles: Tiles = _TILES,
@@ -91,62 +92,20 @@ def rows_times_weights(
         stored: whether `rows` are stored, or loose.
         out: contiguous, in the dtype of the rows, as wide as O; None makes a loose one of N rows.
         out_stored: whether `out` is stored, or loose.
+        at_M: stored int64; each row goes to its address, a multiple of 16, and not to `out`: on
+            this GPU or on one that it can access.
         bias_LO: contiguous, same dtype; adds `prob * bias[l]` to the rounded product.
         prob_M: stored, floating point; required with a bias.
         tiles: launch parameters.
 
     Returns:
-        `out`; rows outside of the offsets are not written.
+        `out`, in which rows outside of the offsets are not written; with addresses those.
 
     Example: the loose rows `[1, 2]` and `[3, 4]` of two experts, `offsets = [5, 6, 7]`, and their
-    weights `[[1, 0]]` and `[[0, 1]]`, of one output each, give the loose rows `[[1], [4]]`.
+    weights `[[1, 0]]` and `[[0, 1]]`, of one output each, give the loose rows `[[1], [4]]`. With
+    the addresses of the second and the first row of a buffer at `at[5]` and `at[6]`, it holds
+    `[[4], [1]]`.
     """
-    if out is None:
-        assert not out_stored
-        values = weight_LOI.values if isinstance(weight_LOI, Scaled) else weight_LOI
-        out = values.new_empty(segments.num_rows, values.shape[1], dtype=rows.dtype)
-    to = {"out": out, "out_stored": out_stored}
-    _multiply(rows, weight_LOI, segments, tiles, stored, bias_LO, prob_M, **to)
-    return out
-
-
-def rows_times_weights_at(
-    rows: Tensor | Scaled,
-    weight_LOI: Tensor | Scaled,
-    segments: Segments,
-    at_M: Tensor,
-    *,
-    stored: bool,
-    bias_LO: Tensor | None = None,
-    prob_M: Tensor | None = None,
-    tiles: Tiles = _TILES,
-) -> None:
-    """Store every row of `rows_times_weights` at an address of its own.
-
-    The arguments are those of `rows_times_weights`, and:
-        at_M: stored int64, the address of each result, a multiple of 16: on this GPU or on one that
-            it can access.
-
-    Example: the rows, weights and offsets above, and the addresses of the second and the first row
-    of a buffer at `at[5]` and `at[6]`, leave `[[4], [1]]` in it.
-    """
-    _multiply(rows, weight_LOI, segments, tiles, stored, bias_LO, prob_M, at=at_M)
-
-
-def _multiply(
-    rows: Tensor | Scaled,
-    weight_LOI: Tensor | Scaled,
-    segments: Segments,
-    tiles: Tiles,
-    stored: bool,
-    bias: Tensor | None,
-    probs: Tensor | None,
-    *,
-    out: Tensor | None = None,
-    out_stored: bool = False,
-    at: Tensor | None = None,
-) -> None:
-    """Launch the kernel of both products: results go to `out`, or to the addresses `at`."""
     assert segments.tiles is not None
     dtype, inner, scales = rows.dtype, tiles.inner, (None, None)
     if isinstance(rows, Scaled):
@@ -155,6 +114,9 @@ def _multiply(
         rows, weight_LOI = rows.values, weight_LOI.values
     assert isinstance(weight_LOI, Tensor)
     width_out, width_in = weight_LOI.shape[1:]
+    if out is None and at_M is None:
+        assert not out_stored
+        out = rows.new_empty(segments.num_rows, width_out, dtype=dtype)
     # A descriptor needs the contiguous dimension last.
     transposed = not weight_LOI.is_contiguous()
     weight = weight_LOI.transpose(1, 2) if transposed else weight_LOI
@@ -164,10 +126,10 @@ def _multiply(
         _packed(rows, tiles.rows, inner),
         TensorDescriptor.from_tensor(weight, [1, *block]),
         None if out is None else _packed(out, tiles.rows, tiles.columns // 2),
-        at,
+        at_M,
         *scales,
-        bias,
-        probs,
+        bias_LO,
+        prob_M,
         segments.offsets,
         segments.num_sources,
         segments.tiles,
@@ -185,6 +147,9 @@ def _multiply(
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
+    written = out if at_M is None else at_M
+    assert written is not None
+    return written
 
 
 def _packed(rows: Tensor, num_rows: int, columns: int) -> TensorDescriptor:
@@ -397,48 +362,56 @@ def _halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
-def add_weight_gradients(
+def weight_gradients(
     grad: Tensor,
     rows: Tensor,
     segments: Segments,
-    sums_LOI: Tensor,
+    sums_LOI: Tensor | None = None,
     *,
-    grad_stored: bool,
-    rows_stored: bool,
+    stored: bool,
     tiles: Tiles | None = None,
-) -> None:
-    """Add every expert's `grad.T @ rows` to its sums, in place.
+) -> Tensor:
+    """Compute every expert's `grad.T @ rows`, and add it to its sums if there are any.
 
     Args:
         grad: contiguous bf16 or fp16, as wide as O, a multiple of 8.
         rows: contiguous, same dtype, as wide as I, a multiple of 8.
         segments: where the rows of each expert lie; without tiles.
-        sums_LOI: contiguous fp32.
-        grad_stored: whether `grad` is stored, or loose.
-        rows_stored: likewise, of `rows`.
+        sums_LOI: contiguous fp32; None makes a result in the dtype of the rows, rounded once.
+        stored: whether `grad` and `rows` are stored, or loose.
         tiles: launch parameters; None are those of `gradient_tiles`.
 
+    Returns:
+        The sums or the result, [L, O, I].
+
     Example: the loose `grad = [[1], [2], [3]]` and `rows = [[1], [10], [100]]`, with `offsets = [7,
-    9, 9, 10]` of three experts, add `[[[21]], [[0]], [[300]]]`.
+    9, 9, 10]` of three experts, give `[[[21]], [[0]], [[300]]]`.
     """
-    _multiply_rows(grad, rows, segments, sums_LOI, tiles, True, grad_stored, rows_stored)
-
-
-def weight_gradients(
-    grad: Tensor,
-    rows: Tensor,
-    segments: Segments,
-    *,
-    grad_stored: bool,
-    rows_stored: bool,
-    tiles: Tiles | None = None,
-) -> Tensor:
-    """Compute every expert's `grad.T @ rows`, rounded once: [L, O, I] in the dtype of the rows.
-
-    The arguments are those of `add_weight_gradients`.
-    """
-    out_LOI = rows.new_empty(segments.num_experts, grad.shape[1], rows.shape[1])
-    _multiply_rows(grad, rows, segments, out_LOI, tiles, False, grad_stored, rows_stored)
+    num_experts, width_out, width_in = segments.num_experts, grad.shape[1], rows.shape[1]
+    out_LOI = rows.new_empty(num_experts, width_out, width_in) if sums_LOI is None else sums_LOI
+    if tiles is None:
+        tiles = gradient_tiles(segments.num_expected, num_experts, sums_LOI is not None)
+    half = [1, tiles.rows, tiles.columns // 2]
+    _weight_gradients_kernel[(tiles.programs * multiprocessors(rows.device),)](
+        _packed(grad, tiles.inner, tiles.rows),
+        _packed(rows, tiles.inner, tiles.columns),
+        TensorDescriptor.from_tensor(out_LOI, half) if sums_LOI is None else sums_LOI,
+        segments.offsets,
+        segments.num_sources,
+        num_experts,
+        width_out,
+        width_in,
+        triton.cdiv(width_out, tiles.rows),
+        triton.cdiv(width_in, tiles.columns),
+        ADDS=sums_LOI is not None,
+        STORED=stored,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        INNER=tiles.inner,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
     return out_LOI
 
 
@@ -455,43 +428,6 @@ def gradient_tiles(num_rows: int, num_experts: int, adds: bool) -> Tiles:
     return _TILES
 
 
-def _multiply_rows(
-    grad: Tensor,
-    rows: Tensor,
-    segments: Segments,
-    out_LOI: Tensor,
-    tiles: Tiles | None,
-    adds: bool,
-    grad_stored: bool,
-    rows_stored: bool,
-) -> None:
-    num_experts, width_out, width_in = out_LOI.shape
-    if tiles is None:
-        tiles = gradient_tiles(segments.num_expected, num_experts, adds)
-    half = [1, tiles.rows, tiles.columns // 2]
-    _weight_gradients_kernel[(tiles.programs * multiprocessors(rows.device),)](
-        _packed(grad, tiles.inner, tiles.rows),
-        _packed(rows, tiles.inner, tiles.columns),
-        out_LOI if adds else TensorDescriptor.from_tensor(out_LOI, half),
-        segments.offsets,
-        segments.num_sources,
-        num_experts,
-        width_out,
-        width_in,
-        triton.cdiv(width_out, tiles.rows),
-        triton.cdiv(width_in, tiles.columns),
-        ADDS=adds,
-        GRAD_STORED=grad_stored,
-        ROWS_STORED=rows_stored,
-        EXPERTS=triton.next_power_of_2(num_experts),
-        ROWS=tiles.rows,
-        COLUMNS=tiles.columns,
-        INNER=tiles.inner,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-
-
 @triton.jit
 def _weight_gradients_kernel(
     grad,
@@ -505,8 +441,7 @@ def _weight_gradients_kernel(
     tiles_down,
     tiles_across,
     ADDS: tl.constexpr,
-    GRAD_STORED: tl.constexpr,
-    ROWS_STORED: tl.constexpr,
+    STORED: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -524,8 +459,7 @@ def _weight_gradients_kernel(
     blocks = (until - before) * tl.maximum(tl.cdiv(ends - starts, INNER), 1)
     num_steps = tl.sum(tl.where(valid, blocks, 0), 0)
 
-    grad_first = 0 if GRAD_STORED else tl.load(offsets)
-    rows_first = 0 if ROWS_STORED else tl.load(offsets)
+    first = 0 if STORED else tl.load(offsets)
     # One loop over all of them, so that the next tile is read while one is stored. Triton does not
     # make it of two loops whose inner one has another length for each expert.
     half: tl.constexpr = COLUMNS // 2
@@ -544,8 +478,8 @@ def _weight_gradients_kernel(
             end = tl.load(offsets + (expert + 1) * num_sources)
             num_blocks = tl.maximum(tl.cdiv(end - start, INNER), 1)
         n = start + block * INNER
-        g = grad.load(_place(n - grad_first, end - grad_first, down))
-        x = rows.load(_place(n - rows_first, end - rows_first, across))
+        g = grad.load(_place(n - first, end - first, down))
+        x = rows.load(_place(n - first, end - first, across))
         product = tl.dot(g.reshape(INNER, ROWS).T, x.reshape(INNER, COLUMNS), product)
         if block == num_blocks - 1:
             # In two halves, see above; and the registers cannot hold a whole tile of sums, too.

@@ -59,7 +59,7 @@ def test_rows_times_weights_example():
     assert out_NO[:2, 0].tolist() == [1.0, 4.0]
     buffer_NO = torch.zeros(2, 8, dtype=DTYPE, device=DEVICE)
     at_M = here(torch.tensor([0] * 5 + addresses(buffer_NO, [1, 0])))
-    gemm.rows_times_weights_at(*given, at_M, stored=False, tiles=SMALL)
+    gemm.rows_times_weights(*given, at_M=at_M, stored=False, tiles=SMALL)
     assert buffer_NO[:, 0].tolist() == [4.0, 1.0]
 
 
@@ -68,8 +68,7 @@ def test_weight_gradients_example():
     given = (
         operand(padded(rows), segments, False) for rows in ([[1], [2], [3]], [[1], [10], [100]])
     )
-    loose = {"grad_stored": False, "rows_stored": False}
-    found_LOI = gemm.weight_gradients(*given, segments, **loose, tiles=SMALL)
+    found_LOI = gemm.weight_gradients(*given, segments, stored=False, tiles=SMALL)
     assert found_LOI[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
 
 
@@ -182,7 +181,7 @@ def test_rows_at_addresses_are_those_of_the_product(
     at_M = here(torch.tensor([0] * base + addresses(buffer_NO, places.tolist()) + [0] * 3))
     given = operand(rows, segments, stored), weight_LOI, segments
     bias = {"bias_LO": bias_LO, "prob_M": prob_M}
-    gemm.rows_times_weights_at(*given, at_M, stored=stored, **bias, tiles=SMALL)
+    gemm.rows_times_weights(*given, at_M=at_M, stored=stored, **bias, tiles=SMALL)
     product_NO = gemm.rows_times_weights(*given, stored=stored, **bias, tiles=SMALL)
     expected_NO = torch.full_like(buffer_NO, 7.0)
     expected_NO[here(places)] = real(product_NO, segments, False)
@@ -243,7 +242,7 @@ def test_scaled_products(counts, base, num_sources, at_addresses):
         out_NO = torch.zeros(sum(counts) + 1, 40, dtype=DTYPE, device=DEVICE)
         places = addresses(out_NO, list(range(sum(counts))))
         at_M = here(torch.tensor([0] * base + places + [0] * 3))
-        gemm.rows_times_weights_at(*given, segments, at_M, stored=False, **how)
+        gemm.rows_times_weights(*given, segments, at_M=at_M, stored=False, **how)
     else:
         out_NO = gemm.rows_times_weights(*given, segments, stored=False, **how)
     equal((out_NO[: sum(counts)], expected_nO))
@@ -269,8 +268,6 @@ def test_a_scaled_row_that_is_not_finite_spoils_itself_alone(value):
 @ROWS
 @STORED
 def test_weight_gradients_are_added_in_fp32(counts, base, num_sources, stored):
-    """One of the two operands lies in a store."""
-    rows_stored = not stored
     generator = torch.Generator().manual_seed(len(counts))
     segments = segments_of(counts, base=base, num_sources=num_sources)
     num_rows, width_out, width_in = sum(counts), 72, 40
@@ -281,11 +278,10 @@ def test_weight_gradients_are_added_in_fp32(counts, base, num_sources, stored):
     grad_nO, rows_nI = draw(num_rows, width_out), draw(num_rows, width_in)
     parts = zip(grad_nO.float().split(counts), rows_nI.float().split(counts), strict=True)
     expected_LOI = torch.stack([grad.T @ rows for grad, rows in parts])
-    given = operand(grad_nO, segments, stored), operand(rows_nI, segments, rows_stored), segments
-    how = {"grad_stored": stored, "rows_stored": rows_stored, "tiles": SMALL}
+    given = operand(grad_nO, segments, stored), operand(rows_nI, segments, stored), segments
+    how = {"stored": stored, "tiles": SMALL}
     sums_LOI = torch.full_like(expected_LOI, 0.25, device=DEVICE)
-    gemm.add_weight_gradients(*given, sums_LOI, **how)
-    equal((sums_LOI, expected_LOI + 0.25))
+    equal((gemm.weight_gradients(*given, sums_LOI, **how), expected_LOI + 0.25))
     equal((gemm.weight_gradients(*given, **how), expected_LOI.to(DTYPE)))
 
 
@@ -334,8 +330,7 @@ def test_products_have_the_bits_of_torchs(mean, width_in, width_out, stored):
         out_NO = gemm.rows_times_weights(given, weight, segments, stored=stored)
         equal((real(out_NO, segments, False), expected))
     expected = torch._grouped_mm(grad_nO.T, rows_nI, offs=offsets_L)
-    how = {"grad_stored": stored, "rows_stored": stored}
-    equal((gemm.weight_gradients(grad, rows, segments, **how), expected))
+    given = grad, rows, segments
+    equal((gemm.weight_gradients(*given, stored=stored), expected))
     sums_LOI = torch.zeros(expected.shape, device="cuda")
-    gemm.add_weight_gradients(grad, rows, segments, sums_LOI, **how)
-    equal((sums_LOI.to(torch.bfloat16), expected))
+    equal((gemm.weight_gradients(*given, sums_LOI, stored=stored).to(torch.bfloat16), expected))
