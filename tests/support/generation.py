@@ -9,9 +9,6 @@ stock one, plus one ulp of the largest logit.
 Transformer Engine 2.20.2 takes parts of a fused projection, and of a cache for more requests than
 there are, for contiguous tensors, so cuDNN's attention reads memory that was never written, in
 stock, too. All models here hand their attention contiguous tensors (`contiguous_attention`).
-
-With `local` graphs, on GPUs, decoding needs the flash-attn package. `attend` stands in for it, in
-all models; it can be captured.
 """
 
 import faulthandler
@@ -25,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.inference import utils as inference_utils
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.engines import StaticInferenceEngine, static_engine
@@ -42,9 +38,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import attention, cuda_graphs
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions
@@ -66,15 +60,12 @@ except ImportError:
 for _number in (signal.SIGINT, signal.SIGTERM):
     faulthandler.unregister(_number)
 
-PADS = "moe_pad_experts_for_cuda_graph_inference"
-
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationCase:
     """A model, its requests, and how it generates.
 
-    `experts`: the option. `eval_factor`: the option; None drops nothing. `local_graphs`: Megatron
-    captures layers in decoding; as it asks for with EP > 1, the config pads experts.
+    `experts`: the option. `eval_factor`: the option; None drops nothing.
     `prompts`: lengths of a rank's prompts, the longest and the shortest first.
     `uneven`: ranks after the first have two requests only.
     `new_tokens`: tokens that each request generates.
@@ -84,7 +75,6 @@ class GenerationCase:
     ranks: int = 1
     experts: Experts = "module"
     eval_factor: float | None = None
-    local_graphs: bool = False
     uneven: bool = False
     prompts: tuple[int, ...] = (9, 5, 7)
     new_tokens: int = 5
@@ -113,39 +103,6 @@ class Generated:
 
     logits: list[Tensor] = field(default_factory=list)
     tokens: list[Tensor] = field(default_factory=list)
-
-
-def attend(
-    *,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_seqlens: Tensor,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    rotary_interleaved: bool,
-) -> Tensor:
-    """Append one key and value to each sequence of a cache and attend to it; [B, 1, heads, width].
-
-    Stands in for `flash_attn_with_kvcache`, without rotary embeddings.
-    """
-    assert rotary_cos is None and rotary_sin is None and not rotary_interleaved
-    batch, groups = k.shape[0], q.shape[2] // k.shape[2]
-    where = cache_seqlens.long().view(-1, 1, 1, 1).expand_as(k)
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        cache[:batch].scatter_(1, where, new)
-    positions = torch.arange(k_cache.shape[1], device=q.device)
-    seen_BS = positions <= cache_seqlens.view(-1, 1)
-    # The rest of the cache was never written.
-    keys, values = (
-        cache[:batch].masked_fill(~seen_BS.view(batch, -1, 1, 1), 0).repeat_interleave(groups, 2)
-        for cache in (k_cache, v_cache)
-    )
-    query, keys, values = (tensor.transpose(1, 2) for tensor in (q, keys, values))
-    mask = seen_BS.view(batch, 1, 1, -1)
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2)
 
 
 def contiguous_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,17 +145,11 @@ def gpt(
     dtype: torch.dtype,
     *,
     padded: bool,
-    graphs: bool,
     weights: dict[str, Any] | None = None,
 ) -> Any:
     """Build a model in evaluation mode, with the weights of another one if they are given."""
     model_parallel_cuda_manual_seed(7, te_rng_tracker=case.on_gpu, force_reset_rng=True)
     torch.manual_seed(7)
-    fields: dict[str, Any] = {}
-    if graphs and case.local_graphs:
-        fields = {"cuda_graph_impl": "local", PADS: True}
-        if PADS not in TransformerConfig.__dataclass_fields__:  # In 0.16 the wrapper has it.
-            del fields[PADS]
     config = tiny.config(
         "padded_alltoall" if padded else "alltoall",
         num_layers=case.num_layers,
@@ -216,8 +167,6 @@ def gpt(
         expert_model_parallel_size=case.ranks,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        flash_decode=case.local_graphs,
-        **fields,
     )
     if padded:
         options = PaddedOptions(experts=case.experts, eval_factor=case.eval_factor)
@@ -253,7 +202,6 @@ def generate(case: GenerationCase, model: Any, given: list[Tensor] | None = None
             padded_vocab_size=case.vocab,
             inference_max_requests=max_batch,
             inference_max_seq_length=case.max_tokens,
-            **{PADS: config.cuda_graph_impl == "local"},
         )
         context = StaticInferenceContext.from_config(wrapper_config)
         wrapped = GPTInferenceWrapper(model, wrapper_config, context)
@@ -285,13 +233,13 @@ def generates_as_stock(case: GenerationCase) -> Findings:
     with _world(case):
         dtype = torch.bfloat16 if case.on_gpu else torch.float32
         exact_dtype = torch.float32 if case.on_gpu else torch.float64
-        first = gpt(case, exact_dtype, padded=False, graphs=False)
+        first = gpt(case, exact_dtype, padded=False)
         exact = generate(case, first)
         weights = first.state_dict() if case.on_gpu else None  # On CPUs all dtypes draw alike.
-        plain = gpt(case, dtype, padded=False, graphs=False, weights=weights)
+        plain = gpt(case, dtype, padded=False, weights=weights)
         stock = generate(case, plain, exact.tokens)
         del plain
-        model = gpt(case, dtype, padded=True, graphs=True, weights=weights)
+        model = gpt(case, dtype, padded=True, weights=weights)
         ours = generate(case, model, exact.tokens)
         wanted, logits, of_stock = (torch.stack(one.logits) for one in (exact, ours, stock))
         error, stock_error = ((one - wanted).square().mean().sqrt() for one in (logits, of_stock))
@@ -312,21 +260,16 @@ def generates_as_stock(case: GenerationCase) -> Findings:
             "other_tokens": int(others.sum()),
             "tokens": others.numel(),
             "dropped": dropped,
-            "graphs": sum(map(_num_graphs, model.modules())),
             "chosen": dispatchers[0].chosen,
         }
         broken = []
         if dropped and case.eval_factor is None:
             broken.append(f"{dropped} rows were dropped")
-        if (facts["graphs"] > 0) != case.local_graphs:
-            broken.append(f"{facts['graphs']} graphs were captured")
         if not error <= limit:
             broken.append(f"logits are off by {error}, above {limit}")
         if (others & ~tied).any():
             broken.append(f"{int((others & ~tied).sum())} greedy tokens differ from stock")
         del model, dispatchers, counts
-        if case.on_gpu and case.local_graphs:  # Before the groups that they captured end.
-            cuda_graphs.delete_cuda_graphs()
         gc.collect()
         return Findings(facts=facts, broken=tuple(broken))
 
@@ -354,11 +297,6 @@ def _with_lists(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
     return listed
 
 
-def _num_graphs(module: Any) -> int:
-    manager = getattr(module, "cudagraph_manager", None)
-    return 0 if manager is None else len(manager.cudagraph_runners)
-
-
 @contextmanager
 def _world(case: GenerationCase) -> Iterator[None]:
     with ExitStack() as stack:
@@ -367,7 +305,6 @@ def _world(case: GenerationCase) -> Iterator[None]:
         stack.enter_context(megatron(case.device, expert_model_parallel_size=case.ranks))
         patches = stack.enter_context(Patches())
         patches.set(static_engine, "HAVE_TQDM", True)
-        patches.set(attention, "flash_attn_with_kvcache", attend)
         if case.on_gpu:
             from megatron.core.extensions.transformer_engine import TEDotProductAttention as Core
 
