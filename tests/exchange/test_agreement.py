@@ -18,6 +18,7 @@ from padded_dispatch.config import NO_DROP
 from padded_dispatch.exchange import agreement as agreement_module
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.mirror import AbsentRanksError
+from tests.exchange.test_mirror import grid
 from tests.support.pool import WorkerError, WorkerPool
 
 SAME = dict(
@@ -81,11 +82,9 @@ def test_one_rank_differs(pool2, step, name, value, words):
 
 def _grid_with_another_width_on_rank_3() -> None:
     """Expert-parallel groups {0, 1} and {2, 3}; their experts are split over {0, 2} and {1, 3}."""
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    rank = dist.get_rank()
-    agreement = Agreement(groups[rank // 2], groups[2 + rank % 2])
+    agreement = Agreement(*grid())
     agreement.check(D=8)
-    agreement.check(D=9 if rank == 3 else 8)
+    agreement.check(D=9 if dist.get_rank() == 3 else 8)
 
 
 def test_a_difference_reaches_ranks_that_share_no_group_with_it(pool4):
@@ -181,9 +180,7 @@ def test_a_rank_that_makes_one_more_call_or_one_less(pool2, rank):
 
 def _largest_on_a_grid() -> list[int]:
     """Ranks 0 and 1, and 0 and 2, share a group: rank 3 is connected by theirs."""
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    rank = dist.get_rank()
-    agreement = Agreement(groups[rank // 2], groups[2 + rank % 2])
+    agreement, rank = Agreement(*grid()), dist.get_rank()
     return [agreement.largest(number) for number in (rank, 7 - rank, 5)]
 
 

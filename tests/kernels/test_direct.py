@@ -10,7 +10,7 @@ from torch import Tensor
 
 from padded_dispatch.kernels import direct
 from padded_dispatch.routing.plan import Plan, plan_in_torch
-from tests.support.device import DEVICE, equal, here, ints
+from tests.support.device import DEVICE, addresses, equal, here, ints
 
 NOTHING = -(2**31)
 
@@ -18,10 +18,6 @@ NOTHING = -(2**31)
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     fill = float("nan") if dtype.is_floating_point else NOTHING
     return torch.full(shape, fill, dtype=dtype, device=DEVICE)
-
-
-def pointers(buffers: list[Tensor]) -> Tensor:
-    return torch.tensor([buffer.data_ptr() for buffer in buffers], device=DEVICE)
 
 
 def plan_of(map_TE: Tensor, top_k: int) -> Plan:
@@ -71,8 +67,8 @@ def test_tokens_and_plans_of_all_ranks_arrive(
             direct.push(
                 tokens[rank],
                 plan.expert_TK,
-                pointers(rows),
-                pointers(plan_buffers),
+                addresses(*rows),
+                addresses(*plan_buffers),
                 rank=rank,
                 num_slots=slots,
                 num_local_experts=local,
@@ -110,7 +106,7 @@ def test_example_of_push():
     rows = [empty(2, 2, 1) for _ in range(2)]
     plans = [empty(3 * 8 + 4, dtype=torch.int32) for _ in range(2)]
     beside = ints([0, 0]), here(torch.tensor([[0.5, 0.25]])), kept_E
-    given = here(torch.ones(1, 1)), expert_TK, pointers(rows), pointers(plans)
+    given = here(torch.ones(1, 1)), expert_TK, addresses(*rows), addresses(*plans)
     direct.push(*given, rank=1, num_slots=2, num_local_experts=2, beside=beside)
     assert rows[0].nan_to_num(0).flatten().tolist() == [0, 0, 1, 0]
     assert rows[1].isnan().all()
@@ -126,7 +122,7 @@ def test_numbers_beside_rows_go_home_and_zeros_for_rows_without_room():
     """Both sources get some; what stays unwritten is of other ranks. The example, and more."""
     homes = [empty(1, 2) for _ in range(2)]
     beside_N, row_SPK = here(torch.tensor([0.1, 0.2])), ints([[6, -1]], [[-2, 5]])
-    direct.send_beside(beside_N, row_SPK, pointers(homes), ints(5, 7).flatten())
+    direct.send_beside(beside_N, row_SPK, addresses(*homes), ints(5, 7).flatten())
     assert homes[0][0, 0] == beside_N[1] and homes[0].isnan().tolist() == [[False, True]]
     assert homes[1].tolist() == [[0, beside_N[0].item()]]
     random = torch.Generator().manual_seed(0)
@@ -134,7 +130,7 @@ def test_numbers_beside_rows_go_home_and_zeros_for_rows_without_room():
     row_SPK = torch.randint(-2, 50, (num_sources, slots, top_k), generator=random).int()
     beside_N = torch.rand(50, generator=random)
     homes = [empty(slots, top_k) for _ in range(num_sources)]
-    direct.send_beside(here(beside_N), here(row_SPK), pointers(homes), ints(0))
+    direct.send_beside(here(beside_N), here(row_SPK), addresses(*homes), ints(0))
     for home, row in zip(homes, row_SPK, strict=True):
         expected = torch.where(row >= 0, beside_N[row.clamp(min=0).long()], 0)
         assert torch.equal(home.cpu().isnan(), row == -1)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from padded_dispatch.experts.scaled import quantize
 from padded_dispatch.kernels import Scaled, Segments, rows
-from tests.support.device import DEVICE, here
+from tests.support.device import DEVICE, addresses, here
 
 NAN = float("nan")
 
@@ -32,10 +32,6 @@ def segments(offsets: list[int], num_experts: int, num_rows: int) -> Segments:
         num_rows=num_rows,
         num_expected=num_rows,
     )
-
-
-def addresses(*buffers: Tensor) -> Tensor:
-    return here(torch.tensor([buffer.data_ptr() for buffer in buffers]))
 
 
 def test_spread_rows_with_a_plan_example():

@@ -197,23 +197,18 @@ CHOICES = [
 
 @pytest.mark.parametrize(("settings", "reason"), CHOICES, ids=str)
 def test_auto_takes_ours_for_recipes_with_a_scale_per_tensor(settings, reason):
-    config = tiny.config(**SIZES)
-    for name, value in {"bf16": True, **settings}.items():
-        setattr(config, name, value)
-    chosen = chosen_experts(config)
+    chosen = chosen_experts(tiny.changed(tiny.config(**SIZES), **{"bf16": True, **settings}))
     assert chosen.reason.startswith(reason)
     assert chosen.packed is reason.startswith("experts='auto'")
 
 
 def test_finer_recipes_are_refused_by_name():
-    config: Any = tiny.config(**SIZES, fp8="e4m3", fp8_recipe="blockwise")
-    config.padded_dispatch = PACKED
     message = (
         r"fp8_recipe='blockwise': they scale rows, which is coarser; known are tensorwise and "
         r'delayed. Remedy: PaddedOptions\(experts="module"\)'
     )
     with pytest.raises(ValueError, match=message):
-        tiny.layer(config, padded_spec(tiny.layer_spec()))
+        tiny.padded_layer(PACKED, **SIZES, fp8="e4m3", fp8_recipe="blockwise")
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -229,9 +224,8 @@ def test_weights_stay_in_bf16_with_fp8_param_gather(monkeypatch, packed):
     engine = SimpleNamespace(fp8_model_init=fp8_model_init)
     monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(pytorch=engine))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
-    config: Any = tiny.config(**SIZES, **FP8, fp8_param=True)
-    config.padded_dispatch = PaddedOptions(experts="packed" if packed else "module")
-    tiny.layer(config, padded_spec(tiny.layer_spec()))
+    options = PaddedOptions(experts="packed" if packed else "module")
+    tiny.padded_layer(options, **SIZES, **FP8, fp8_param=True)
     assert contexts == [False] * packed
 
 

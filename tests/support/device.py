@@ -28,6 +28,11 @@ def ints(*values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
+def addresses(*buffers: Tensor) -> Tensor:
+    """Return the addresses of buffers, on the device."""
+    return torch.tensor([buffer.data_ptr() for buffer in buffers], device=DEVICE)
+
+
 def equal(*pairs: tuple[Tensor, Tensor]) -> None:
     """Assert equal dtype, shape and bits of each pair, wherever it lies."""
     for got, expected in pairs:
