@@ -12,19 +12,26 @@ import os
 os.environ.pop("TRITON_INTERPRET", None)
 
 import dataclasses
+import itertools
+import math
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.counters import Counters
+from padded_dispatch.exchange.collectives import Collectives
+from padded_dispatch.exchange.direct import DirectWire
+from padded_dispatch.exchange.symmetric_memory import Buffers
 from padded_dispatch.experts import packed
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.kernels import (
@@ -41,6 +48,7 @@ from padded_dispatch.kernels import (
 )
 from padded_dispatch.kernels import plan as plans
 from padded_dispatch.routing import plan as routing
+from padded_dispatch.routing.plan import Plan
 from tests.experts.test_packed import GPT_OSS, Case, trained
 
 MODULES = activation, counters, direct, gemm, grouped, layout, plans, rows, scaled, select
@@ -63,11 +71,12 @@ def launch_all() -> None:
     with (
         patch.object(routing, "plan_in_torch", plans.plan),
         patch("tests.experts.test_packed.choice_probs", plans.ChoiceProbs.apply),
+        patch.object(ScaledWeights, "refresh"),
     ):
         case = Case(biased=True, sums=True, activation=GPT_OSS)
-        trained(case, packed.run, bf16)
-        with patch.object(ScaledWeights, "refresh"):
-            trained(dataclasses.replace(case, scaled=True), packed.run, bf16)
+        for direct_stores, is_scaled in itertools.product((False, True), repeat=2):
+            with patch.object(Collectives, "start", start) if direct_stores else nullcontext():
+                trained(dataclasses.replace(case, scaled=is_scaled), packed.run, bf16)
     asked_TE, probs_TE = torch.ones(64, 8, dtype=torch.bool), torch.ones(64, 8)
     kept_TE, demand_E = select.kept_map(asked_TE, probs_TE, 3, "probs")
     made = Counters(DispatchConfig(num_experts=8, top_k=2), "cpu")
@@ -77,23 +86,25 @@ def launch_all() -> None:
     weights, stale = torch.ones(2, 64, 64, dtype=bf16), torch.ones(1, dtype=int32)
     scaled.quantize_weight(weights, stale, values, back)
     rows.zero_padding(torch.ones(16, 64, dtype=bf16), torch.ones(16), demand_E[None], 2)
-    choices, at_R = torch.zeros(64, 2, dtype=int32), torch.zeros(2, dtype=torch.int64)
-    sizes = {"rank": 0, "num_slots": 64, "num_local_experts": 4}
-    for beside in ((choices, torch.ones(64, 2), demand_E), None):
-        direct.push(torch.ones(64, 64, dtype=bf16), choices, at_R, at_R, **sizes, beside=beside)
-    direct.send_beside(torch.ones(128), torch.zeros(2, 64, 2, dtype=int32), at_R, demand_E)
-    segments = gemm.Segments(
-        offsets=torch.zeros(3, dtype=int32),
-        num_experts=2,
-        num_sources=1,
-        num_rows=64,
-        num_expected=64,
-        tiles=torch.zeros(4, 4, dtype=int32),
+
+
+def start(collectives: Collectives, plan: Plan, tokens_TD: Tensor, num_slots: int) -> DirectWire:
+    """Return a wire of direct stores between two ranks, with nothing at its addresses."""
+    by_choice = 2, num_slots, plan.expert_TK.shape[1]
+    width, at_R = tokens_TD.shape[1], torch.zeros(2, dtype=torch.int64)
+    buffers = Buffers(
+        rank=0,
+        barrier=lambda: None,
+        rows_SPD=tokens_TD.new_empty(2, num_slots, width),
+        expert_SPK=torch.zeros(by_choice, dtype=int32),
+        place_SPK=torch.zeros(by_choice, dtype=int32),
+        prob_SPK=torch.zeros(by_choice),
+        count_SL=torch.zeros(2, len(plan.kept_E), dtype=int32),
+        home_QD=tokens_TD.new_empty(math.prod(by_choice), width),
+        beside_PK=torch.zeros(by_choice[1:]),
+        **dict.fromkeys(("rows_R", "plan_R", "homes_R", "besides_R"), at_R),
     )
-    to = torch.zeros(64, dtype=torch.int64)
-    gemm.rows_times_weights(weights[0], weights, segments, at_M=to, stored=False)
-    eight = Scaled(values=values.values[0], scales=values.scales[0], dtype=bf16)
-    gemm.rows_times_weights(eight, values, segments, at_M=to, stored=False)
+    return DirectWire(plan=plan, buffers=buffers, homes_S=at_R)
 
 
 def compiled(arch: int, *, once: bool = False) -> dict[str, int]:
