@@ -115,24 +115,12 @@ def test_a_snapshot_has_the_counts_of_the_counters():
     assert (seen.struck_Y[0], seen.max_need_Y[0]) == (3, 5)
 
 
-def test_rates_of_a_layer_and_of_one_that_never_ran():
+def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():
     seen = snapshot()
-    for values, expected in (
-        (seen.dropped_share, 6 / 20),
-        (seen.needed_factor, 5 * E / (T * K)),
-    ):
-        assert values[0] == expected and math.isnan(values[1])
-    layers = seen.figures_of_layers()
-    assert layers["dropped_mass"] == [6 / 20, 0]
-    assert layers["fill"] == [14 / 24, 0]
-    assert layers["expert_overload"] == [10 / 5, 0]
-    assert layers["rank_overload"] == [18 / 10, 0]
+    assert (seen.dropped_share[0], seen.needed_factor[0]) == (6 / 20, 5 * E / (T * K))
+    assert math.isnan(seen.dropped_share[1]) and math.isnan(seen.needed_factor[1])
     # Through the capacity that follows from it, nothing is dropped.
     assert math.ceil(T * K / E * float(seen.needed_factor[0])) == 5
-
-
-def test_figures_are_of_all_layers_and_of_each():
-    seen = snapshot()
     assert seen.figures() == {
         "dropped": 0.3,
         "dropped_mass": 0.3,
@@ -146,10 +134,10 @@ def test_figures_are_of_all_layers_and_of_each():
         "unplaced": 7,
     }
     layers = seen.figures_of_layers()
-    assert layers["layer"] == [3, 5]
-    assert layers["dropped"] == [0.3, 0.0]
+    assert layers["layer"] == [3, 5] and layers.keys() - {"layer"} == seen.figures().keys()
+    for name in ("dropped", "dropped_mass", "fill", "expert_overload", "rank_overload"):
+        assert layers[name] == [seen.figures()[name], 0], name
     assert layers["idle_passes"] == [2, 0]
-    assert layers.keys() - {"layer"} == seen.figures().keys()
 
 
 def test_figures_of_a_store():
