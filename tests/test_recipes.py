@@ -71,8 +71,6 @@ def expand(name: str, folder: Path, *, graphs: str = GRAPHS_018) -> Command:
     return Command(torchrun=words[:start], launcher=words[start + 2 :])
 
 
-COMMANDS = [name for name in recipes() if name != "args.sh"]
-EACH = pytest.mark.parametrize("name", COMMANDS)
 # Flags of Megatron-LM that are named otherwise than the field of the config.
 NAMES = {"num_experts": "num_moe_experts", "te_rng_tracker": "use_te_rng_tracker"}
 
@@ -108,7 +106,7 @@ def value_of(words: list[str]) -> Any:
         return words[0]
 
 
-@EACH
+@pytest.mark.parametrize("name", [name for name in recipes() if name != "args.sh"])
 def test_torchrun_and_the_launcher_take_their_words(name, tmp_path):
     command = expand(name, tmp_path)
     given = get_args_parser().parse_args([*command.torchrun, "pretrain_gpt.py"])

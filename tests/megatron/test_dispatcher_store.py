@@ -18,6 +18,8 @@ from padded_dispatch.megatron import PaddedOptions, dispatcher, padded_spec
 from tests.support import tiny
 from tests.support.parity import megatron
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 E, K = tiny.NUM_EXPERTS, tiny.TOP_K
 
 
@@ -82,7 +84,6 @@ def rooms_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.usefixtures("one_process")
 def test_a_layer_leaves_room_for_those_that_follow(caplog):
     """Three layers with half of the room: none is left with less than half of its share."""
     layers = chain(3, 0.5)
@@ -115,7 +116,6 @@ def test_a_layer_leaves_room_for_those_that_follow(caplog):
     assert layers[0].token_dispatcher.store.num_shares(20) == 3 * 20 * K
 
 
-@pytest.mark.usefixtures("one_process")
 def test_a_layer_may_run_several_times_in_a_pass():
     """As repeated layers of multi-token prediction do: each of its calls keeps rows."""
     settings = {"num_layers": 1, "mtp_num_layers": 3, "mtp_use_repeated_layer": True}
@@ -159,7 +159,6 @@ def _in_rooms(made: Any, how: str, given: Tensor) -> None:
         made(given)
 
 
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
@@ -178,7 +177,6 @@ def test_where_the_rows_of_a_pass_lie(rooms_of, how, expected):
     assert rooms_of == expected
 
 
-@pytest.mark.usefixtures("one_process")
 def test_evaluation_takes_its_own_rooms_where_it_has_a_factor(rooms_of, monkeypatch):
     layer("store", 1.0, eval_factor=2.0).eval()(tokens(6))
     monkeypatch.setattr("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", True)
@@ -186,7 +184,6 @@ def test_evaluation_takes_its_own_rooms_where_it_has_a_factor(rooms_of, monkeypa
     assert rooms_of == ["scratch", "scratch"]
 
 
-@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("adds", [False, True], ids=["returned", "added"])
 def test_ddp_hears_of_a_gradient_once_and_when_it_is_there(adds):
     """In bf16, with an fp32 buffer, into which backward adds, or DDP's hook."""
@@ -278,7 +275,6 @@ def test_evaluation_drops_nothing_and_equals_a_dropless_one(pool2, pool):
     assert torch.equal(*both) and both[0].sum() == 2 * (12 + 10 + 12) * K
 
 
-@pytest.mark.usefixtures("one_process")
 def test_an_eager_evaluation_inside_a_capture_raises(monkeypatch):
     made = layer("store", 1.0, eval_factor=FIT).eval()
     monkeypatch.setattr("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", True)
@@ -290,7 +286,6 @@ def test_an_eager_evaluation_inside_a_capture_raises(monkeypatch):
         made(tokens(4))
 
 
-@pytest.mark.usefixtures("one_process")
 def test_a_store_for_experts_that_cannot_be_packed_is_refused_by_name():
     options = PaddedOptions(capacity_pool="store")
     settings = {"moe_apply_probs_on_input": True, "moe_router_pre_softmax": True}
