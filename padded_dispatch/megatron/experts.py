@@ -26,20 +26,23 @@ their gradient right after backward, as with TEGroupedMLP.
 
 With `fp8` and the recipes `tensorwise` and `delayed` they compute in e4m3 with a scale per row, as
 `padded_dispatch.experts.scaled` says. Weights stay in bf16, for checkpoints and optimizers, too,
-also with `fp8_param_gather`. They are quantized once per step: `set_is_first_microbatch`, which
-Megatron's schedules call outside of graphs of layers, marks them on the device.
+also with `fp8_param_gather`. They are quantized once per step: a step of any optimizer of torch
+marks them on the device, and so does `set_is_first_microbatch`, which Megatron's schedules call.
 
 Letters: T tokens, L experts on this rank, D hidden size, F ffn size, G columns of fc1.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from padded_dispatch.config import CapacityPool, require
 from padded_dispatch.experts import Call, ExpertWeights, run
@@ -262,6 +265,8 @@ class StackedExperts(MegatronModule):
         weights = self.linear_fc1.weight, self.linear_fc2.weight
         if self._scaled is None:
             self._scaled = ScaledWeights(*weights)
+            _quantizing.add(self)
+            _follow_optimizers()
         self._scaled.refresh(*weights)
         return self._scaled
 
@@ -339,6 +344,20 @@ class StackedExperts(MegatronModule):
 
 def _loaded(experts: StackedExperts, keys: Any) -> None:
     experts.mark_stale()
+
+
+_quantizing: WeakSet[StackedExperts] = WeakSet()
+
+
+@functools.cache
+def _follow_optimizers() -> None:
+    """Mark weights behind each step of an optimizer from now on, in any loop."""
+
+    def stepped(*given: Any) -> None:
+        for experts in _quantizing:
+            experts.mark_stale()
+
+    register_optimizer_step_post_hook(stepped)
 
 
 _FUNCTIONS: dict[Function, tuple[Any, ...]] = {

@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron.core.transformer import transformer_config
 from torch import Tensor
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch.megatron import PaddedOptions, padded_spec
@@ -122,6 +123,7 @@ def loads(made: Any) -> None:
 
 REFRESHES = {
     "a step's first micro-batch": lambda made: (double(made), made.set_is_first_microbatch()),
+    "a step of an optimizer": lambda made: (double(made), SGD(made.parameters()).step()),
     "evaluation": lambda made: (double(made), made.eval()),
     "training after evaluation": lambda made: (made.eval(), double(made), made.train()),
     "a checkpoint": loads,

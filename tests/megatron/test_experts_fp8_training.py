@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.experts.scaled import ScaledWeights
-from tests.support.training import Model, Training, train, world
+from tests.support.training import Model, train, world
 
 FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 
@@ -42,15 +42,3 @@ def test_training_never_sees_a_stale_weight(monkeypatch):
             assert torch.equal(one[name], value), name
     assert found.steps[0].keys() == bf16.steps[0].keys()
     assert found.facts["loss"] != bf16.facts["loss"]
-
-
-def test_megatron_marks_weights_before_each_step():
-    model = Model(fields=FP8, options={"experts": "packed"}, hidden=32, ffn=48, steps=2)
-    with world(model):
-        training = Training(model)
-        marked = []
-        for _, moe in training.moe:
-            moe.experts.mark_stale = lambda: marked.append(1)
-        for number in range(model.steps):
-            training.step(number)
-        assert len(marked) == model.steps * model.num_layers
