@@ -7,9 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,21 +47,6 @@ _FIGURES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """A run of the benchmark; see the flags. A change of `ep` makes new process groups."""
-
-    cases: tuple[Case, ...]
-    device: Literal["cpu", "cuda"]
-    workers: int
-    iterations: int
-    phases: bool
-    readme: bool
-    out: Path | None
-    command: str
-    commit: str | None
-
-
 def main(argv: list[str]) -> int:
     """Run the benchmark; return 0 when every case was measured, 1 when one failed.
 
@@ -76,8 +59,8 @@ def main(argv: list[str]) -> int:
     return 0 if succeeded else 1
 
 
-def parse(argv: list[str]) -> Settings:
-    """Build settings from a command line.
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the flags of a command line, `cases`, and the line as `command`.
 
     Raises:
         ValueError: names the option, its rule, its value and the fix.
@@ -87,7 +70,7 @@ def parse(argv: list[str]) -> Settings:
     flags = {"skew": "--skews", "capacity_factor": "--capacity-factors"}
     with errors_name_flags(given, **flags):
         _check(given)
-        cases = tuple(
+        given.cases = tuple(
             sweep(
                 models=given.models,
                 eps=given.ep,
@@ -99,18 +82,9 @@ def parse(argv: list[str]) -> Settings:
             )
         )
         rule = "run with the given --ep"
-        require(cases, "contenders", given.contenders, rule, "give an --ep of 2 or more")
-    return Settings(
-        cases=cases,
-        device=given.device,
-        workers=given.workers,
-        iterations=given.iterations,
-        phases=given.phases,
-        readme=given.readme,
-        out=given.out,
-        command=" ".join(["padded-dispatch bench", *argv]),
-        commit=given.commit,
-    )
+        require(given.cases, "contenders", given.contenders, rule, "give an --ep of 2 or more")
+    given.command = " ".join(["padded-dispatch bench", *argv])
+    return given
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -134,7 +108,7 @@ def _check(given: argparse.Namespace) -> None:
         require(runs, "main_grad", main_grad, "be none on a CPU", "run on a GPU")
 
 
-def work(settings: Settings) -> bool:
+def work(settings: argparse.Namespace) -> bool:
     """Measure all cases and return True if none failed; every worker calls this."""
     num_gpus = settings.workers if settings.device == "cuda" else 0
     run = about(num_gpus=num_gpus, command=settings.command, commit=settings.commit)
@@ -155,7 +129,7 @@ def work(settings: Settings) -> bool:
     return all(row["error"] is None for row in rows)
 
 
-def measure(case: Case, settings: Settings, device: torch.device) -> dict[str, Any]:
+def measure(case: Case, settings: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Measure one case and return its row of a results file; a collective call."""
     started = time.monotonic()
     contender = CONTENDERS[case.contender]
@@ -190,7 +164,7 @@ def measure(case: Case, settings: Settings, device: torch.device) -> dict[str, A
 
 
 def _figures(
-    case: Case, flags: dict[str, Any], settings: Settings, device: torch.device
+    case: Case, flags: dict[str, Any], settings: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
     """Return what was measured, by `_FIGURES`; absent ones are left out."""
     on_gpu = device.type == "cuda"
@@ -265,7 +239,7 @@ def _group() -> Any:
     return parallel_state.get_expert_model_parallel_group()
 
 
-def _report(row: dict[str, Any], settings: Settings, run: dict[str, Any]) -> None:
+def _report(row: dict[str, Any], settings: argparse.Namespace, run: dict[str, Any]) -> None:
     if settings.out is not None:
         append_run(settings.out, run, [row])
     sys.stdout.write(line(row) + "\n")

@@ -28,11 +28,9 @@ import copy
 import dataclasses
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -42,6 +40,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from padded_dispatch.config import FIT, require
 from padded_dispatch.kernels import SCALARS
@@ -69,19 +68,12 @@ class Retry:
             `IterationGraph` or Megatron's FullCudaGraphWrapper.
         chunks: the model's chunks on this rank, in Megatron's DistributedDataParallel. Their
             options must have `on_overflow="retry"`.
-        counts: further tensors that training passes count in, to be restored as well.
 
     Raises:
         ValueError: if a setting cannot be combined with repeated steps; names it.
     """
 
-    def __init__(
-        self,
-        forward_backward_func: Callable[..., list[Any]],
-        chunks: list[Any],
-        *,
-        counts: tuple[Tensor, ...] = (),
-    ) -> None:
+    def __init__(self, forward_backward_func: Callable[..., list[Any]], chunks: list[Any]) -> None:
         check_retry(chunks)
         self.forward_backward_func = forward_backward_func
         self.chunks = chunks
@@ -93,7 +85,6 @@ class Retry:
         for dispatcher in dispatchers:
             dispatcher.configs.retried = True
         self._counters = [c for d in dispatchers for c in (d.counters, d.eval_counters)]
-        self._counts = counts
 
     def __call__(self, **kwargs: Any) -> list[Any]:
         """Run a step's passes, and run them again if any row was dropped.
@@ -109,7 +100,7 @@ class Retry:
         """
         if kwargs.get("forward_only"):
             return self.forward_backward_func(**kwargs)
-        before = _StepStart(self.chunks, self._counts)
+        before = _StepStart(self.chunks)
         totals_YW = self._totals()
         recorded = record(kwargs["data_iterator"])
         results = self.forward_backward_func(**kwargs | {"data_iterator": recorded})
@@ -242,17 +233,12 @@ def check_retry(chunks: list[Any]) -> None:
 
 
 class _StepStart:
-    """The state of a rank before a step.
+    """The state of a rank, whose chunks of the model are given, before a step."""
 
-    Args:
-        chunks: the model's chunks on this rank.
-        more: further tensors to restore.
-    """
-
-    def __init__(self, chunks: list[Any], more: tuple[Tensor, ...]) -> None:
+    def __init__(self, chunks: list[Any]) -> None:
         self._chunks = chunks
         self._random = RandomStates.now()
-        self._counts = [t for chunk in chunks for t in counting_tensors(chunk.module)] + list(more)
+        self._counts = [t for chunk in chunks for t in counting_tensors(chunk.module)]
         self._copies = [torch.empty_like(tensor) for tensor in self._counts]
         _copy_all(self._copies, self._counts)
         self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
@@ -333,27 +319,21 @@ _GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GeneratorStates:
-    """States of generators that any code of this process may draw from, by name."""
+def generator_states() -> dict[str, Any]:
+    """Return the states of generators that any code of this process may draw from, by name."""
+    return {name: get() for name, (get, _) in _GENERATORS.items()}
 
-    states: dict[str, Any]
 
-    @classmethod
-    def now(cls) -> "GeneratorStates":
-        """Return the states of all of them."""
-        return cls(states={name: get() for name, (get, _) in _GENERATORS.items()})
+def set_generators(states: dict[str, Any]) -> None:
+    """Set the generators that are named to these states."""
+    for name, state in states.items():
+        _, put = _GENERATORS[name]
+        put(state)
 
-    def restore(self) -> None:
-        """Set the generators to these states."""
-        for name, state in self.states.items():
-            _, put = _GENERATORS[name]
-            put(state)
 
-    def changed_since(self, before: "GeneratorStates") -> "GeneratorStates":
-        """Return those states that are others than `before`."""
-        changed = {n: s for n, s in self.states.items() if not _same(s, before.states[n])}
-        return GeneratorStates(states=changed)
+def changed_since(before: dict[str, Any]) -> dict[str, Any]:
+    """Return those states that are others now than `before`."""
+    return {n: state for n, state in generator_states().items() if not _same(state, before[n])}
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -374,7 +354,7 @@ class RandomStates:
     are generators.
     """
 
-    generators: GeneratorStates
+    generators: dict[str, Any]
     tracker: dict[str, Any]
     positions: dict[str, Tensor]
 
@@ -384,7 +364,7 @@ class RandomStates:
         tracker: Any = get_cuda_rng_tracker()
         entries = tracker.get_states()
         positions = {n: e.get_state() for n, e in entries.items() if hasattr(e, "get_state")}
-        return cls(generators=GeneratorStates.now(), tracker=entries, positions=positions)
+        return cls(generators=generator_states(), tracker=entries, positions=positions)
 
     def restore(self) -> None:
         """Set all generators to these states."""
@@ -392,7 +372,7 @@ class RandomStates:
         for name, position in self.positions.items():
             self.tracker[name].set_state(position)
         tracker.set_states(self.tracker)
-        self.generators.restore()
+        set_generators(self.generators)
 
 
 class RecordedMicrobatches:
@@ -405,16 +385,15 @@ class RecordedMicrobatches:
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        self._recorded: list[tuple[Any, GeneratorStates]] = []
+        self._recorded: list[tuple[Any, dict[str, Any]]] = []
 
     def __iter__(self) -> "RecordedMicrobatches":
         return self
 
     def __next__(self) -> Any:
-        before = GeneratorStates.now()
+        before = generator_states()
         microbatch = next(self._source)
-        drawn_from = GeneratorStates.now().changed_since(before)
-        self._recorded.append((_copy(microbatch), drawn_from))
+        self._recorded.append((_copy(microbatch), changed_since(before)))
         return microbatch
 
     def __getattr__(self, name: str) -> Any:
@@ -423,7 +402,7 @@ class RecordedMicrobatches:
     def again(self) -> Iterator[Any]:
         """Yield the recorded microbatches."""
         for microbatch, drawn_from in self._recorded:
-            drawn_from.restore()
+            set_generators(drawn_from)
             yield microbatch
 
 
@@ -446,56 +425,18 @@ def replay(recorded: Any) -> Any:
     return None if recorded is None else recorded.again()
 
 
-# What a forward step cannot change.
-_FIXED = (
-    *(type(None), bool, int, float, complex, str, bytes, range, slice, type, Enum, PurePath),
-    *(np.generic, torch.Size, torch.dtype, torch.device, dist.ProcessGroup),
-)
-
-
-def _copy(value: Any, name: str = "microbatch") -> Any:
-    """Copy tensors, arrays and what contains them: mappings, sequences and dataclasses.
+def _copy(microbatch: Any) -> Any:
+    """Copy a microbatch with all that it holds, but for process groups.
 
     Raises:
-        ValueError: names a part of another kind, which a forward step might change.
+        ValueError: says why a part cannot be copied.
     """
-    if isinstance(value, Tensor):
-        with torch.no_grad():
-            return value.clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, _FIXED):
-        return value
-    kind: Any = type(value)
-    if isinstance(value, tuple):
-        items = [_copy(item, f"{name}[{index}]") for index, item in enumerate(value)]
-        return kind(*items) if hasattr(value, "_fields") else kind(items)
-    if isinstance(value, Set):
-        return kind(_copy(item, f"an item of {name}") for item in value)
-    is_data, is_mapping = dataclasses.is_dataclass(value), isinstance(value, MutableMapping)
-    if is_data or is_mapping or isinstance(value, MutableSequence):
-        twin = copy.copy(value)
-        fields = set(getattr(value, "__dataclass_fields__", ()))
-        if is_data or isinstance(value, dict | list):  # Those of others may hold the items.
-            fields |= getattr(value, "__dict__", {}).keys()
-        for field in fields:  # It may be frozen.
-            object.__setattr__(twin, field, _copy(getattr(value, field), f"{name}.{field}"))
-        num_items = len(value) if isinstance(value, MutableSequence) else 0
-        for key in list(value) if is_mapping else range(num_items):
-            item = value[key]
-            twin[key] = _copy(item, f"{name}[{key!r}]")
-            is_apart = twin[key] is item or twin[key] is not value[key]
-            rule, fix = "have items of its own when it is copied", "make it a dict or a list"
-            require(is_apart, name, kind.__name__, rule, f"{fix} in the data loader")
-        return twin
-    if isinstance(value, Mapping):
-        return kind({key: _copy(item, f"{name}[{key!r}]") for key, item in value.items()})
-    require(
-        False,
-        name,
-        kind.__name__,
-        "be a tensor, an array, a number, a text, or a mapping, sequence or dataclass of them, "
-        "with on_overflow='retry', which reads it twice",
-        "make it one in the data loader",
-    )
-    return value
+    groups: dict[int, Any] = {id(group): group for group in distributed_c10d._world.pg_map}
+    try:
+        return copy.deepcopy(microbatch, groups)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            "a microbatch must be what copy.deepcopy copies with on_overflow='retry', which reads "
+            f"it twice, got {type(microbatch).__name__} ({error}); leave such a part out in the "
+            "data loader"
+        ) from error

@@ -11,7 +11,7 @@ import logging
 import random
 from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Callable, Iterator
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,10 +24,12 @@ from megatron.core.transformer.module import GraphableMegatronModule
 from padded_dispatch.megatron import PaddedOptions, Retry, Telemetry, retry
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.retry import (
-    GeneratorStates,
+    changed_since,
     dropping_nothing,
+    generator_states,
     record,
     replay,
+    set_generators,
     without_graphs,
 )
 from padded_dispatch.megatron.telemetry import padded_moe_layers
@@ -283,12 +285,12 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
     """Either the loader fills the same memory again, or the forward step changes its batch."""
 
     def values(number: int) -> torch.Tensor:
-        return number + 10 * torch.arange(9)
+        return number + 10 * torch.arange(8)
 
     def batch(memory: torch.Tensor) -> Any:
         """Return a batch that has all of its tensors, and an array, in this memory."""
-        ids, mask, in_queue, ends, fixed, attribute, of_output, in_output, array = memory.chunk(9)
-        nested = OrderedDict(bounds=Bounds(ends), fixed=MappingProxyType({"ids": fixed}))
+        ids, mask, in_queue, ends, attribute, of_output, in_output, array = memory.chunk(8)
+        nested = OrderedDict(bounds=Bounds(ends))
         vars(nested)["more"] = attribute
         both = Output(of_output)
         both["ids"] = in_output
@@ -318,26 +320,21 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
         (pair, (array,), queue, words), nested, both = one["more"], one["nested"], one["both"]
         assert type(one) is UserDict and type(nested) is OrderedDict and isinstance(pair, Pair)
         assert pair.mask is None and words == {"a set"} and nested["bounds"].most == 3
-        of_nested = nested["bounds"].ends, nested["fixed"]["ids"], nested.more
+        of_nested = nested["bounds"].ends, nested.more
         found = one["ids"], pair.ids, queue[0], *of_nested, both.more, both["ids"]
         assert torch.cat([*found, torch.from_numpy(array)]).tolist() == values(number).tolist()
 
 
-class Shelf(UserDict[str, Any]):
-    """A mapping whose shallow copy has the same items."""
-
-    def __copy__(self) -> "Shelf":
-        twin = Shelf()
-        twin.data = self.data
-        return twin
-
-
-@ON_CPU
-def test_what_a_forward_step_might_change_is_refused_by_name():
-    ones = torch.ones(1)
-    for value in (object(), SimpleNamespace(ids=ones), (n for n in "a"), Shelf(a=ones)):
-        recorded = record(iter([{"ids": torch.ones(1), "more": [1, value]}]))
-        words = rf"^microbatch\['more'\]\[1\] must .* got '{type(value).__name__}'"
+def test_groups_are_kept_and_what_cannot_be_copied_is_refused():
+    with tiny.one_process():
+        group, ids = dist.group.WORLD, torch.ones(1)
+        recorded = record(iter([SimpleNamespace(group=group, ids=ids)]))
+        next(recorded)
+        ids.zero_()
+        (again,) = replay(recorded)
+        assert again.group is group and again.ids.item() == 1
+        recorded = record(iter([{"ids": ids, "more": (n for n in "a")}]))
+        words = r"^a microbatch must be what copy.deepcopy copies .*, got dict \(.*generator"
         with pytest.raises(ValueError, match=words):
             next(recorded)
 
@@ -354,12 +351,12 @@ DRAWS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_draw_is_seen_and_repeats(on_cpu, name):
     draw = DRAWS[name]
-    before = GeneratorStates.now()
-    assert not before.changed_since(GeneratorStates.now()).states
+    before = generator_states()
+    assert not changed_since(before)
     values = [draw() for _ in range(3)]
-    assert before.changed_since(GeneratorStates.now()).states
-    before.restore()
-    assert not before.changed_since(GeneratorStates.now()).states
+    assert changed_since(before)
+    set_generators(before)
+    assert not changed_since(before)
     assert [draw() for _ in range(3)] == values
 
 
