@@ -3,7 +3,6 @@
 The rows of `padded_dispatch.megatron.fields` decide what is refused; this module applies them.
 """
 
-import dataclasses
 import functools
 import logging
 import re
@@ -156,22 +155,13 @@ def take_over(config: Any) -> None:
     It goes before Megatron's own checks, which want the other dispatcher for such settings, and
     after them, since they derive one field from another.
     """
-    for line, row in zip(notes(config), _set_for_others(config), strict=True):
-        log_once(f"set for another dispatcher: {line}")
+    for row in REPLACED:
+        value = _read(config, row.name)
+        if value in (None, _default(row.name)):
+            continue
+        log_once(f"set for another dispatcher: {row.name}={value!r}: {row.note}")
         if row.resets:
             setattr(config, row.name, _default(row.name))
-
-
-def notes(config: Any) -> list[str]:
-    """Return what `take_over` logs for a config: one line per field, with what stands in place."""
-    return [
-        f"{row.name}={_read(config, row.name)!r}: {row.note}" for row in _set_for_others(config)
-    ]
-
-
-def _set_for_others(config: Any) -> list[ConfigField]:
-    """Return the rows of fields that a recipe has set for another dispatcher."""
-    return [row for row in REPLACED if _read(config, row.name) not in (None, _default(row.name))]
 
 
 def _default(name: str) -> Any:
@@ -331,11 +321,6 @@ def dispatch_config(
         )
     except ValueError as error:
         raise ValueError(_MEGATRONS.sub(lambda name: _NAMES[name[0]], str(error))) from None
-
-
-def fitting(config: DispatchConfig) -> DispatchConfig:
-    """Return the config for passes outside of training whose sizes fit their routing."""
-    return dataclasses.replace(config, capacity_factor=FIT)
 
 
 def eval_factor(config: Any, options: PaddedOptions) -> CapacityFactor | None:

@@ -8,7 +8,7 @@ import torch
 
 from padded_dispatch.config import FIT, NO_DROP, CapacityPool, DispatchConfig
 from padded_dispatch.megatron.compat import capturing
-from padded_dispatch.megatron.config import dispatch_config, fitting
+from padded_dispatch.megatron.config import dispatch_config
 from padded_dispatch.megatron.options import PaddedOptions
 
 
@@ -51,7 +51,7 @@ class LayerConfigs:
         translate = functools.partial(self._translate, layer_number=layer_number)
         self.training, self.evaluation = translate(), translate(training=False)
         self.generation = dataclasses.replace(self.training, capacity_factor=NO_DROP)
-        self._fits = self.evaluation if self.evaluation.fits else fitting(self.training)
+        self._fits = dataclasses.replace(self.training, capacity_factor=FIT)
 
     def follow(self, router: Any) -> None:
         """Take the mode from `router` from now on."""

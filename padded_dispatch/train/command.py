@@ -93,21 +93,18 @@ def work(runs: list[Settings], titles: list[str]) -> Any:
 
 def _check(settings: Settings) -> None:
     """Raise if a run could not start, by Megatron's rules too."""
-    from padded_dispatch.megatron.config import dispatch_config
     from padded_dispatch.megatron.cpu import megatron_on_cpu
     from padded_dispatch.train.data import Windows, load_corpus
     from padded_dispatch.train.model import transformer_config
     from padded_dispatch.utils.results import require_results
 
-    layout, dispatch, recipe = settings.layout, settings.dispatch, settings.recipe
+    layout, recipe = settings.layout, settings.recipe
     Windows(load_corpus().held_out, recipe.seq_length, recipe.seed)  # The shorter text.
     if settings.output.out is not None:
         require_results("--out", settings.output.out)
     # As in the workers: without a GPU, `install` would warn.
     with megatron_on_cpu() if layout.device == "cpu" else contextlib.nullcontext():
-        config = transformer_config(settings)
-    if dispatch.dispatcher == "padded_alltoall":
-        dispatch_config(config, dispatch.padded, num_ranks=layout.ep, etp_size=layout.etp)
+        transformer_config(settings)
 
 
 def _header(settings: Settings) -> str:

@@ -272,14 +272,6 @@ class Settings:
         rule = "be a number with --dispatcher alltoall-drop-pad"
         fits = dispatcher != "alltoall-drop-pad" or factor is not None
         require(fits, "--capacity-factor", "none", rule)
-        for number in padded.layer_factors:
-            require(
-                number <= self.recipe.num_layers,
-                "--padded-layer-factors",
-                padded.layer_factors,
-                f"name layers from 1 to num_layers={self.recipe.num_layers}",
-                f"leave out layer {number}",
-            )
         rule, fix = "be another one on a CPU", "run on a GPU"
         require(on_gpu or dispatcher != "alltoall", "--dispatcher", dispatcher, rule, fix)
         require(

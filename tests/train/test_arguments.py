@@ -116,10 +116,6 @@ def test_every_field_is_a_flag(capsys):
         ("--seed -1", r"--seed must be from 0 to 2\*\*63 - 1, got -1$"),
         ("--capacity-factor nan", "--capacity-factor must be .* above 0, .* got nan"),
         (
-            "--num-layers 2 --padded-layer-factors 1:2,3:2",
-            "--padded-layer-factors must name layers from 1 to num_layers=2, .*; leave out layer 3",
-        ),
-        (
             "--dispatcher allgather --padded-experts packed",
             "--padded-experts must be left out with --dispatcher allgather, got 'packed'; in "
             "compare, give it behind the --vs of ours$",

@@ -67,6 +67,10 @@ def test_train_says_whether_the_loss_fell(monkeypatch, capsys, losses, code):
             "--trace traces --vs",
             "^--trace must be left out of compare, .*, got 'traces'; keep figures with --out$",
         ),
+        (
+            "--vs --padded-layer-factors 1:2,3:2",
+            "^layer_factors must name .* from 1 to 2, ",
+        ),
         ("--vs --out /dev/null/r.json", "^--out must .*/dev/null"),
         ("--vs --vs --graph layer", "^--graph must be none on a CPU, got 'layer'; run on a GPU$"),
     ],
