@@ -8,114 +8,179 @@
         train()
         recorder.step(step)
 
-Every forward pass of a layer writes the rows that it asks of each expert to memory of fixed size on
-the device; the writes are captured with the router. After a step they are copied to pinned memory,
-in stream order and so before the next step changes them. The host takes them one step later. About
-a thousand steps tell what more would: of a longer run, only each n-th is recorded.
+Every forward pass of a layer writes its choices to memory of fixed size on the device; the writes
+are captured with the router. After every n-th step they are copied to pinned memory, in stream
+order and so before the next step changes them. The host takes them one step later. The size of the
+recording is known before it starts; n is raised where it would be too large.
 
-Letters: M micro-batches of a step; Y layers; E experts.
+Letters: M micro-batches of a step; T tokens; K experts per token; E experts.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import CapacityPool
+from padded_dispatch.config import CapacityPool, require
+from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import Selection
-from padded_dispatch.trace import record_dtype
-
-_MOST_STEPS = 1000
+from padded_dispatch.trace import HEADER_BYTES, Trace, append, record_bytes
 
 
 class RoutingBuffer:
-    """The rows that one layer's router asked for in its last M micro-batches, in order.
-
-    It is a `RoutingObserver`.
+    """The choices of one layer's router in its last M micro-batches, in order: a `RoutingObserver`.
 
     Args:
         num_microbatches: of a step (M).
-        num_experts: experts in all (E).
+        num_tokens: tokens of a micro-batch on this rank (T).
+        top_k: most experts of a token (K).
         device: of the layer.
     """
 
     def __init__(
-        self, *, num_microbatches: int, num_experts: int, device: torch.device | str | int
+        self,
+        *,
+        num_microbatches: int,
+        num_tokens: int,
+        top_k: int,
+        device: torch.device | str | int,
     ) -> None:
-        shape = num_microbatches, num_experts
-        self.rows_ME = torch.zeros(shape, dtype=torch.int32, device=device)
+        shape = num_microbatches, num_tokens, top_k
+        self.ids_MTK = torch.full(shape, -1, dtype=torch.int16, device=device)
+        self.probs_MTK = torch.zeros(shape, dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def observe(
         self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, kept_here: bool
     ) -> None:
-        """Append one micro-batch and discard the first: see `RoutingObserver`."""
-        rows_E = asked_TE.sum(0, dtype=torch.int32)
+        """Append one micro-batch and discard the first: see `RoutingObserver`.
+
+        Raises:
+            ValueError: probabilities that fp32 cannot hold.
+        """
+        require(
+            probs_TE.dtype != torch.float64,
+            "probs_TE.dtype",
+            probs_TE.dtype,
+            "be at most float32, which a trace holds",
+            "set moe_router_dtype='fp32'",
+        )
+        expert_TK = make_plan(asked_TE, top_k=self.ids_MTK.shape[2]).expert_TK
+        probs_TK = choice_probs(probs_TE, expert_TK)
         # Shifting needs no index, which a capture or a warm-up would leave at the wrong value. The
-        # counts that these leave are shifted out within one step.
-        self.rows_ME.copy_(torch.cat((self.rows_ME[1:], rows_E[None])))
+        # choices that these leave are shifted out within one step.
+        self.ids_MTK.copy_(torch.cat((self.ids_MTK[1:], expert_TK[None].short())))
+        self.probs_MTK.copy_(torch.cat((self.probs_MTK[1:], probs_TK[None])))
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return the buffers that a recorder copies."""
+        return self.ids_MTK, self.probs_MTK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Settings of a recording.
+
+    `num_experts` (E). `num_ranks`: sources that share an expert-parallel group. `rank`: this one
+    among all sources, see `Trace`. `capacity_pool`: of the run. `every`: steps between two records
+    of a layer. `num_steps`: until the end of the run. `max_bytes`: of the file.
+    """
+
+    num_experts: int
+    num_ranks: int
+    rank: int
+    capacity_pool: CapacityPool
+    every: int
+    num_steps: int
+    max_bytes: int
 
 
 class TraceRecorder:
-    """A recorder that writes what this rank's layers asked for to one file.
+    """A recorder that writes the choices of this rank's layers to one file.
 
     Args:
-        path: of the file, which the first recorded step creates.
+        path: of the file, which the first recorded step creates; an existing one is replaced.
         buffers: of the layers, by number. All have one shape.
-        num_tokens: of a source in a micro-batch (T).
-        top_k: most experts of a token (K).
-        num_ranks: sources that share an expert-parallel group.
-        rank: this one among all sources, see `record_dtype`.
-        capacity_pool: of the run.
-        num_steps: at the end of the run.
+        recording: its settings.
+
+    Attributes:
+        every: steps between two records of a layer: a multiple of `recording.every`, larger where
+            the file would otherwise exceed `max_bytes`.
+
+    Raises:
+        ValueError: not even one step fits into `max_bytes`.
     """
 
     def __init__(
-        self,
-        path: Path,
-        buffers: Mapping[int, RoutingBuffer],
-        *,
-        num_tokens: int,
-        top_k: int,
-        num_ranks: int,
-        rank: int,
-        capacity_pool: CapacityPool,
-        num_steps: int,
+        self, path: Path, buffers: Mapping[int, RoutingBuffer], recording: Recording
     ) -> None:
-        self._path, self._buffers = path, list(buffers.values())
-        self._every = max(1, num_steps // _MOST_STEPS)
-        num_microbatches, num_experts = self._buffers[0].rows_ME.shape
-        self._records_YM = np.zeros((len(buffers), num_microbatches), record_dtype(num_experts))
-        self._records_YM["layer"] = np.array([*buffers])[:, None]
-        self._records_YM["rank"], self._records_YM["num_ranks"] = rank, num_ranks
-        self._records_YM["num_tokens"], self._records_YM["top_k"] = num_tokens, top_k
-        self._records_YM["pool"] = capacity_pool
+        num_microbatches, num_tokens, top_k = next(iter(buffers.values())).ids_MTK.shape
+        per_step = len(buffers) * num_microbatches * record_bytes(num_tokens, top_k) + HEADER_BYTES
+        most_steps = recording.max_bytes // per_step
+        require(
+            most_steps >= 1,
+            "max_bytes",
+            recording.max_bytes,
+            f"be at least {per_step}, the size of one step",
+        )
+        self.every = recording.every * max(
+            1, -(-(recording.num_steps // recording.every) // most_steps)
+        )
+        self._path = path
+        self._recording = recording
+        self._buffers = buffers
+        self._file: BinaryIO | None = None
         # Copies on a CPU are synchronous and need neither pinned memory nor an event.
-        pinned = self._buffers[0].rows_ME.is_cuda
-        shape = len(buffers), num_microbatches, num_experts
-        self._rows_YME = torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
+        pinned = next(iter(buffers.values())).ids_MTK.is_cuda
+        self._copies = [
+            [torch.empty_like(t, device="cpu", pin_memory=pinned) for t in buffer.tensors()]
+            for buffer in buffers.values()
+        ]
         self._arrived = torch.cuda.Event() if pinned else None
-        self._pending: int | None = None  # the step of the copy
+        self._pending: int | None = None  # the step of the copies
 
     def step(self, number: int) -> None:
         """Record a training step; call it after each step, on its stream."""
-        self.close()
-        if number % self._every == 0:
-            for rows_ME, buffer in zip(self._rows_YME, self._buffers, strict=True):
-                rows_ME.copy_(buffer.rows_ME, non_blocking=True)
+        self._take()
+        if number % self.every == 0:
+            for copies, buffer in zip(self._copies, self._buffers.values(), strict=True):
+                for copy, tensor in zip(copies, buffer.tensors(), strict=True):
+                    copy.copy_(tensor, non_blocking=True)
             if self._arrived is not None:
                 self._arrived.record()
             self._pending = number
 
     def close(self) -> None:
-        """Write the pending step, if any; call it after the last step."""
+        """Write the pending step and close the file; call it once, after the last step."""
+        self._take()
+        if self._file is not None:
+            self._file.close()
+
+    def _take(self) -> None:
+        """Write the pending step."""
         if self._pending is None:
             return
         if self._arrived is not None:
             self._arrived.synchronize()
-        self._records_YM["step"], self._pending = self._pending, None
-        self._records_YM["counts"] = self._rows_YME.numpy()
-        with self._path.open("ab") as file:
-            np.save(file, self._records_YM, allow_pickle=False)
+        if self._file is None:
+            self._file = self._path.open("wb")
+        ids_NTK, probs_NTK = (torch.cat(parts).numpy() for parts in zip(*self._copies, strict=True))
+        num_records, _, top_k = ids_NTK.shape
+        layers = np.repeat(np.array([*self._buffers], np.int32), num_records // len(self._buffers))
+        step = Trace(
+            num_experts=self._recording.num_experts,
+            top_k=top_k,
+            num_ranks=self._recording.num_ranks,
+            steps=np.full(num_records, self._pending, np.int64),
+            layers=layers,
+            ranks=np.full(num_records, self._recording.rank, np.int32),
+            ids_NTK=ids_NTK,
+            probs_NTK=probs_NTK,
+            capacity_pool=self._recording.capacity_pool,
+        )
+        append(step, self._file)
+        self._pending = None

@@ -1,141 +1,366 @@
-"""Routing traces: the rows that routers asked for, in memory and on disk.
+"""Routing traces: the experts that every token asked for, in memory and on disk.
 
-Which rows find room depends on counts alone, so a trace counts the rows of each expert.
+A record is one forward pass of one layer on one source rank: one micro-batch of one step. A step
+with several micro-batches has several records of a (layer, rank), in their order. A token's expert
+ids are in ascending order, then -1.
 
-A file is a sequence of arrays [layers, micro-batches], one for each recorded step, written by
-`np.save` one behind the other. An element is one forward pass of one layer on one source rank.
-Reading unpickles nothing, and leaves out what a killed process left incomplete.
+A file is a sequence of NumPy arrays, one for each recorded step, each written by `np.save`. An
+array's elements are records of fixed size, `step layer rank num_experts num_ranks pool probs ids`.
+Reading unpickles nothing. A last array that a killed process left incomplete is skipped.
 
-A recording is several files, `rank-RANK-step-STEP.npy`, where STEP steps were done before. Of a
-step that a resumed run repeated, the later file holds. A step that some rank of its group did not
-record, such as the last one of a killed run, is left out.
+A recording is several files, `rank-RANK-step-STEP.npy`, where STEP steps were done before. A
+resumed run writes new files, and `load_traces` takes from each file only the steps before the next
+file begins. The ranks of a killed run stop a step or two apart; `load_traces` leaves out such an
+end as well. Where a rank lacks more than that, its records are missing, and `recommend` reports it.
+
+Letters: N records; T tokens of a record, padding included; K experts per token; E experts;
+R source ranks in an expert-parallel group.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from padded_dispatch.config import CapacityPool, require
 
-_SETTINGS = ["num_tokens", "top_k", "num_ranks", "pool"]  # alike in all records
+MAX_EXPERTS = 2**15 - 1  # ids are int16
+HEADER_BYTES = 512  # of a step in a file, at most
+_POOLS: tuple[CapacityPool | None, ...] = (None, "expert", "store")  # by their number in a file
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Demand:
-    """Counts of rows. A pass is a micro-batch of a step in one group of source ranks.
-
-    `num_tokens` (T), `top_k` (K): of a source in a pass. `steps`: [passes]. `layers`: [layers],
-    their numbers, ascending. `counts`: [passes, layers, sources, experts], rows before anything is
-    dropped. `pool`: the traced run's `capacity_pool`, None if it is not known. `num_left_out`:
-    steps of a group that some of its ranks did not record.
-    """
-
-    num_tokens: int
-    top_k: int
-    steps: NDArray[np.int64]
-    layers: NDArray[np.int32]
-    counts: NDArray[np.integer]
-    pool: CapacityPool | None = None
-    num_left_out: int = 0
-
-    @property
-    def num_sources(self) -> int:
-        """Source ranks of a group."""
-        return self.counts.shape[2]
-
-    @property
-    def num_experts(self) -> int:
-        """Experts in all (E)."""
-        return self.counts.shape[3]
-
-    @property
-    def mean_rows(self) -> float:
-        """Rows of a (source, expert) in perfect balance."""
-        return self.num_tokens * self.top_k / self.num_experts
-
-
-def record_dtype(num_experts: int) -> np.dtype:
-    """Return the fields of a record.
-
-    `rank`: of the source; ranks 0 to `num_ranks` - 1 are one group, `num_ranks` and up the next.
-    `pool`: the run's `capacity_pool`. `counts`: rows asked of each expert.
-    """
-    numbers = [(name, "<i4") for name in ("layer", "rank", "num_tokens", "top_k", "num_ranks")]
-    return np.dtype([("step", "<i8"), *numbers, ("pool", "<U6"), ("counts", "<i4", (num_experts,))])
-
-
-def load_trace(paths: Sequence[Path]) -> Demand:
-    """Read a recording of several files, such as one per rank.
+class Trace:
+    """The rows that routers asked for, before anything was dropped.
 
     Args:
-        paths: files, and folders whose `*.npy` files are taken.
+        num_experts: experts in all (E).
+        top_k: most experts of a token (K).
+        num_ranks: R; ranks 0 to R - 1 are one group, R to 2R - 1 the next.
+        steps: int64 [N], the training step of each record.
+        layers: int32 [N], the number of its MoE layer.
+        ranks: int32 [N], its source rank.
+        ids_NTK: int16, experts in ascending order, then -1: for a padding token, and for a token
+            with fewer than K experts.
+        probs_NTK: float32, the probabilities of these experts, finite, and 0 where the id is -1;
+            None where they were not recorded.
+        capacity_pool: of the run; None if it is not known.
 
     Raises:
-        ValueError: names the file, what is wrong in it, and what to do; or no step is complete.
-        OSError: a file cannot be read.
+        ValueError: names the array, a value, its place, and what to change.
     """
-    files = [f for path in paths for f in (sorted(path.glob("*.npy")) if path.is_dir() else [path])]
-    given = ", ".join(str(path) for path in paths)
-    rule = "name each file of one recording once"
-    require(len({file.name for file in files}) == len(files), "TRACE", given, rule)
-    # By step and group, then by source and first layer: another pipeline stage has other layers.
-    found: dict[tuple[int, int], dict[tuple[int, int], NDArray[np.void]]] = defaultdict(dict)
-    first: NDArray[np.void] | None = None
-    for file in files:
-        for records_YM in _arrays(file):
-            first = records_YM if first is None else first
-            alike = (records_YM[_SETTINGS] == first[_SETTINGS][0, 0]).all()
-            alike = alike and records_YM.dtype == first.dtype
-            rule, fix = f"be those of {files[0]}", "give files of one recording"
-            require(alike, f"{file}: settings", records_YM[_SETTINGS][0, 0], rule, fix)
-            step, rank, layer = (int(records_YM[name][0, 0]) for name in ("step", "rank", "layer"))
-            group, source = divmod(rank, int(records_YM["num_ranks"][0, 0]))
-            found[step, group][source, layer] = records_YM
-    if first is None:
-        raise ValueError(
-            f"{given} must hold a recorded step (*.npy), got none; give the folder of "
-            "`train --trace`"
+
+    num_experts: int
+    top_k: int
+    num_ranks: int
+    steps: NDArray[np.int64]
+    layers: NDArray[np.int32]
+    ranks: NDArray[np.int32]
+    ids_NTK: NDArray[np.int16]
+    probs_NTK: NDArray[np.float32] | None
+    capacity_pool: CapacityPool | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in (
+            ("num_experts", MAX_EXPERTS),
+            ("top_k", self.num_experts),
+            ("num_ranks", 2**31 - 1),
+        ):
+            value = getattr(self, name)
+            require(1 <= value <= most, name, value, f"be from 1 to {most}")
+        shape = self.ids_NTK.shape
+        require(
+            len(shape) == 3 and min(shape) >= 1 and shape[2] == self.top_k,
+            "ids_NTK.shape",
+            shape,
+            f"be [N, T, K] with at least one record, one token, and K = {self.top_k}",
         )
-    num_tokens, top_k, num_ranks, pool = first[_SETTINGS][0, 0].tolist()
-    parts = [part for of_group in found.values() for part in of_group.values()]
-    layers = np.unique(np.concatenate([part["layer"][:, 0] for part in parts]))
-    shape = len(layers), num_ranks, first["counts"].shape[-1]
-    steps, counts = [], []
-    for (step, _), of_group in sorted(found.items()):
-        if sum(map(len, of_group.values())) < len(layers) * num_ranks:
-            continue
-        num_passes = next(iter(of_group.values())).shape[1]
-        steps += [step] * num_passes
-        counts.append(np.empty((num_passes, *shape), np.int32))
-        for (source, _), part in of_group.items():
-            places = np.searchsorted(layers, part["layer"][:, 0])
-            counts[-1][:, places, source] = part["counts"].swapaxes(0, 1)
-    rule = f"have all {num_ranks} ranks of a group in some step"
-    require(counts, "TRACE", given, rule, "give the files of all ranks")
-    return Demand(
-        num_tokens=num_tokens,
-        top_k=top_k,
-        steps=np.array(steps, np.int64),
-        layers=layers,
-        counts=np.concatenate(counts),
-        pool=pool,
-        num_left_out=len(found) - len(counts),
+        for name in ("steps", "layers", "ranks"):
+            _check(name, getattr(self, name), getattr(self, name) < 0, "be 0 or more")
+        self._check_choices()
+
+    @property
+    def num_records(self) -> int:
+        """Records (N)."""
+        return self.ids_NTK.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a record, padding included (T)."""
+        return self.ids_NTK.shape[1]
+
+    @property
+    def microbatches(self) -> NDArray[np.int64]:
+        """Micro-batch of each record: its place among those of its (step, layer, rank), [N]."""
+        keys = np.stack([self.steps, self.layers, self.ranks])
+        _, series = np.unique(keys, axis=1, return_inverse=True)
+        return running_count(series.reshape(-1))
+
+    def where(self, chosen: NDArray[np.bool_]) -> "Trace":
+        """Return the records for which `chosen` is True, in their order."""
+        return replace(
+            self,
+            steps=self.steps[chosen],
+            layers=self.layers[chosen],
+            ranks=self.ranks[chosen],
+            ids_NTK=self.ids_NTK[chosen],
+            probs_NTK=None if self.probs_NTK is None else self.probs_NTK[chosen],
+        )
+
+    def _check_choices(self) -> None:
+        """Check ids and probabilities one record at a time, to need little memory."""
+        for n, ids_TK in enumerate(self.ids_NTK):
+            name = f"ids_NTK[{n}]"
+            outside = (ids_TK < -1) | (ids_TK >= self.num_experts)
+            rule = f"be -1 or an expert below num_experts={self.num_experts}"
+            _check(name, ids_TK, outside, rule)
+            # As unsigned numbers, -1 is the largest: it may follow every expert, and itself.
+            unsigned_TK = ids_TK.view(np.uint16)
+            wrong_TK = np.zeros(ids_TK.shape, bool)
+            wrong_TK[:, 1:] = unsigned_TK[:, :-1] >= unsigned_TK[:, 1:]
+            rule = "list every expert of a token once, in ascending order, then -1"
+            _check(name, ids_TK, wrong_TK & (ids_TK >= 0), rule, "sort with `ascending`")
+            if self.probs_NTK is not None:
+                name, probs_TK = f"probs_NTK[{n}]", self.probs_NTK[n]
+                _check(name, probs_TK, ~np.isfinite(probs_TK), "be finite")
+                padded_TK = (ids_TK < 0) & (probs_TK != 0)
+                _check(name, probs_TK, padded_TK, "be 0 where there is no id")
+
+
+def _check(name: str, array: NDArray, wrong: NDArray, rule: str, fix: str = "") -> None:
+    """Raise for the first `wrong` element."""
+    if wrong.any():
+        index = np.unravel_index(int(wrong.argmax()), wrong.shape)
+        place = ", ".join(str(i) for i in index)
+        require(False, f"{name}[{place}]", array[index].item(), rule, fix)
+
+
+def ascending(
+    ids: NDArray[np.int16], probs: NDArray[np.float32] | None
+) -> tuple[NDArray[np.int16], NDArray[np.float32] | None]:
+    """Sort every token's choices into the normal form: by expert, then -1. Shapes [..., K]."""
+    order = np.argsort(ids.view(np.uint16), axis=-1, kind="stable")
+    sorted_probs = None if probs is None else np.take_along_axis(probs, order, axis=-1)
+    return np.take_along_axis(ids, order, axis=-1), sorted_probs
+
+
+def merge(traces: Sequence[Trace], names: Sequence[object] | None = None) -> Trace:
+    """Merge traces, such as one per rank, into one.
+
+    Its records are ordered by step, micro-batch, layer and rank. Probabilities are kept where all
+    parts have them.
+
+    Args:
+        traces: the parts, at least one.
+        names: of the parts, for errors.
+
+    Raises:
+        ValueError: the parts differ in a size, or hold the same (step, layer, rank) twice.
+    """
+    names = [f"part {i}" for i in range(len(traces))] if names is None else names
+    first = traces[0]
+    for part, name in zip(traces, names, strict=True):
+        for field in ("num_experts", "top_k", "num_ranks", "num_tokens", "capacity_pool"):
+            value, expected = getattr(part, field), getattr(first, field)
+            rule = f"be {expected}, as in {names[0]}"
+            require(value == expected, f"{name}: {field}", value, rule)
+    seen: dict[tuple[int, ...], object] = {}
+    for part, name in zip(traces, names, strict=True):
+        keys = np.unique(np.stack([part.steps, part.layers, part.ranks]), axis=1)
+        for step, layer, rank in keys.T.tolist():
+            before = seen.setdefault((step, layer, rank), name)
+            if before is not name:
+                raise ValueError(
+                    f"step {step}, layer {layer}, rank {rank} is in {before} and {name}; give "
+                    "every recording once"
+                )
+    microbatches = [part.microbatches for part in traces]
+    steps = np.concatenate([part.steps for part in traces])
+    layers = np.concatenate([part.layers for part in traces])
+    ranks = np.concatenate([part.ranks for part in traces])
+    order = np.lexsort((ranks, layers, np.concatenate(microbatches), steps))
+    probs = [part.probs_NTK for part in traces if part.probs_NTK is not None]
+    return replace(
+        first,
+        steps=steps[order],
+        layers=layers[order],
+        ranks=ranks[order],
+        ids_NTK=np.concatenate([part.ids_NTK for part in traces])[order],
+        probs_NTK=np.concatenate(probs)[order] if len(probs) == len(traces) else None,
     )
 
 
-def _arrays(file: Path) -> Iterator[NDArray[np.void]]:
-    """Yield the complete arrays of a file: records [layers, micro-batches]."""
-    with file.open("rb") as opened:
-        while True:
-            try:
-                records_YM = np.load(opened, allow_pickle=False)
-            except (EOFError, ValueError):
-                return
-            rule, fix = "be a trace", "give a file of `train --trace`"
-            names = records_YM.dtype.names
-            require(names == record_dtype(1).names, f"{file}", records_YM.dtype, rule, fix)
-            yield records_YM
+def running_count(values: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Count how often each value occurs before its place, [N].
+
+    Example: 7, 5, 7, 7 gives 0, 0, 1, 2.
+    """
+    order = np.argsort(values, kind="stable")
+    starts = np.ones(len(values), bool)
+    starts[1:] = np.diff(values[order]) != 0
+    places = np.arange(len(values))
+    counts = np.empty(len(values), np.int64)
+    counts[order] = places - np.maximum.accumulate(np.where(starts, places, 0))
+    return counts
+
+
+def load_traces(paths: Sequence[Path]) -> Trace:
+    """Read a recording of several files, such as one per rank, and merge them.
+
+    Args:
+        paths: files, and folders whose `*.npy` files are taken. Steps that a resumed run did again
+            are taken once; steps at the end that some layer or rank lacks are left out.
+
+    Raises:
+        ValueError: names the file, what is wrong in it, and what to do; or there is no trace.
+        OSError: a file cannot be read.
+    """
+    files = [
+        file for path in paths for file in (sorted(path.glob("*.npy")) if path.is_dir() else [path])
+    ]
+    last_steps = _last_steps(files)
+    traces: dict[Path, Trace] = {}
+    for file in files:
+        trace = _load(file)
+        if trace is not None:
+            kept = trace.steps <= last_steps.get(file, math.inf)
+            if kept.any():
+                traces[file] = trace if kept.all() else trace.where(kept)
+    if not traces:
+        raise ValueError(
+            f"{', '.join(str(path) for path in paths)} must hold a recorded step (*.npy), got "
+            "none; give the folder of `train --trace`"
+        )
+    merged = merge(list(traces.values()), list(traces))
+    last, steps = _last_common_step(merged), np.unique(merged.steps)
+    return merged.where(merged.steps <= last) if last in steps[-3:-1] else merged
+
+
+def _last_steps(files: Sequence[Path]) -> dict[Path, int]:
+    """Return the last valid step of every file whose run was resumed later.
+
+    The later files of any rank count: a rank killed before its first step has none.
+    """
+    files_of: dict[Path, dict[int, list[Path]]] = {}
+    for file in files:
+        _, _, step = file.stem.partition("-step-")
+        if step.isdigit():
+            files_of.setdefault(file.parent, {}).setdefault(int(step), []).append(file)
+    last_steps = {}
+    for files_from in files_of.values():
+        for step, following in pairwise(sorted(files_from)):
+            last_steps |= dict.fromkeys(files_from[step], following)
+    return last_steps
+
+
+def _last_common_step(trace: Trace) -> int:
+    """Return the earliest of the last steps of every (layer, rank)."""
+    _, series = np.unique(np.stack([trace.layers, trace.ranks]), axis=1, return_inverse=True)
+    last = np.zeros(series.max() + 1, np.int64)
+    np.maximum.at(last, series.reshape(-1), trace.steps)
+    return int(last.min())
+
+
+def record_bytes(num_tokens: int, top_k: int) -> int:
+    """Return the bytes of one record with probabilities in a file, but for the step's header."""
+    return _record_dtype(num_tokens, top_k, probs=True).itemsize
+
+
+def append(part: Trace, file: BinaryIO) -> None:
+    """Append records to a file that was opened for binary writing; others can read them at once."""
+    has_probs = part.probs_NTK is not None
+    dtype = _record_dtype(part.num_tokens, part.top_k, probs=has_probs)
+    records = np.empty(part.num_records, dtype)
+    records["step"], records["layer"], records["rank"] = part.steps, part.layers, part.ranks
+    records["num_experts"], records["num_ranks"] = part.num_experts, part.num_ranks
+    records["pool"] = _POOLS.index(part.capacity_pool)
+    records["ids"] = part.ids_NTK
+    if part.probs_NTK is not None:
+        records["probs"] = part.probs_NTK
+    np.save(file, records, allow_pickle=False)
+    file.flush()
+
+
+_SETTINGS = ("num_experts", "num_ranks", "pool")  # alike in all records of a file
+
+
+def _record_dtype(num_tokens: int, top_k: int, *, probs: bool) -> np.dtype:
+    choices = num_tokens, top_k
+    fields = [(name, "<i4") for name in ("layer", "rank", *_SETTINGS)]
+    with_probs = [("probs", "<f4", choices)] if probs else []
+    return np.dtype([("step", "<i8"), *fields, *with_probs, ("ids", "<i2", choices)])
+
+
+def _load(path: Path) -> Trace | None:
+    """Read the complete arrays of a file; None if there are none."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            arrays: list[NDArray[np.void]] = []
+            while (array := _read_array(file, size)) is not None:
+                arrays.append(array)
+                rule = f"be {arrays[0].dtype}, as in the first step"
+                require(array.dtype == arrays[0].dtype, "dtype", array.dtype, rule)
+            return _trace(arrays) if arrays else None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_array(file: BinaryIO, size: int) -> NDArray[np.void] | None:
+    """Return the next array of a file of `size` bytes; None at its end, or if it was cut off."""
+    start = file.tell()
+    if start == size:
+        return None
+    try:
+        if npy.read_magic(file) != (1, 0):
+            raise ValueError("another version of .npy")
+        shape, _, dtype = npy.read_array_header_1_0(file, max_header_size=HEADER_BYTES)
+        if dtype != _record_dtype(*dtype["ids"].shape, probs="probs" in (dtype.names or ())):
+            raise ValueError(f"dtype {dtype}")
+        if len(shape) != 1 or shape[0] < 1:
+            raise ValueError(f"shape {shape}")
+    # NumPy raises many types of exception for broken headers.
+    except Exception as error:
+        if start > 0 and size - start < HEADER_BYTES:
+            return None
+        raise ValueError(f"must be a trace, got {error}; give a file of `train --trace`") from error
+    if size - file.tell() < shape[0] * dtype.itemsize:
+        return None
+    return np.fromfile(file, dtype, shape[0])
+
+
+def _trace(arrays: Sequence[NDArray[np.void]]) -> Trace:
+    def joined(field: str) -> NDArray:
+        return np.concatenate([array[field] for array in arrays])
+
+    settings = np.stack([joined(name) for name in _SETTINGS], axis=1)
+    differs = (settings != settings[0]).any(1)
+    n = int(differs.argmax())
+    require(
+        not differs.any(),
+        f"record {n}: ({', '.join(_SETTINGS)})",
+        settings[n].tolist(),
+        f"be {settings[0].tolist()}, as in the first record",
+        "record every configuration into its own file",
+    )
+    num_experts, num_ranks, pool = settings[0].tolist()
+    require(0 <= pool < len(_POOLS), "record 0: pool", pool, f"be below {len(_POOLS)}")
+    ids_NTK = joined("ids")
+    return Trace(
+        num_experts=num_experts,
+        top_k=ids_NTK.shape[2],
+        num_ranks=num_ranks,
+        capacity_pool=_POOLS[pool],
+        steps=joined("step"),
+        layers=joined("layer"),
+        ranks=joined("rank"),
+        ids_NTK=ids_NTK,
+        probs_NTK=joined("probs") if "probs" in (arrays[0].dtype.names or ()) else None,
+    )

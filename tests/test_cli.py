@@ -35,15 +35,15 @@ PATTERNS = [
     "tiny, 2 layers, 2 of 8 experts per token; padded_alltoall, capacity factor 1.25; "
     r"2 processes \(cpu\), EP 2",
     "experts: module, exchange: alltoall, capacity_pool: expert",
-    *[rf"step    {number}/1999 {FIGURES}" for number in (1, 2, 3)],
+    *[rf"step    {number}/5000 {FIGURES}" for number in (1, 2, 3)],
     r"step 3 \| held-out loss \d\.\d{4}",
-    rf"step    4/1999 {FIGURES}",
+    rf"step    4/5000 {FIGURES}",
 ]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks into /proc")
 def test_it_trains_in_an_empty_folder_until_ctrl_c_ends_all_processes(tmp_path):
-    flags = ["--steps", "1999", "--eval-every", "3", "--trace", "traces"]
+    flags = ["--steps", "5000", "--eval-every", "3", "--trace", "traces"]
     with subprocess.Popen(
         [*SMALL, *flags],
         cwd=tmp_path,
@@ -102,7 +102,7 @@ def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
     ("flags", "message"),
     [
         ("train --ep 3", r"--workers must be a multiple of etp \* pp \* ep=3, got 2"),
-        ("tune traces --drop 5", "--drop must be .*, got 5.0; for 5 % set 0.05"),
+        ("tune --synthetic uniform --drop 5", "--drop must be .*, got 5.0; for 5 % set 0.05"),
         ("bench --device cuda", "--device must be cpu where PyTorch sees no GPU, got 'cuda'"),
         (
             "train --seq-length 10000000",

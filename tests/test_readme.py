@@ -186,6 +186,7 @@ def test_commands_on_pages_parse_and_git_ignores_what_they_write(monkeypatch):
     monkeypatch.setattr(cli, "_function", lambda p: function(p) if ":read" in p else lambda _: 0)
     monkeypatch.setenv("PYTHONWARNINGS", "")  # The command changes it.
     ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert "/tune.html" in ignored
     for command in (command for page in PAGES for command in commands(page.read_text())):
         if not re.match(r"padded-dispatch |python |pytest |torchrun |-m ", command):
             continue

@@ -1,16 +1,13 @@
-"""A recording holds what the routers asked for, at the steps to be recorded."""
+"""A recording holds the choices of the routers, at the steps to be recorded."""
 
 import pytest
 import torch
 
-from padded_dispatch import recorder
-from padded_dispatch.recorder import RoutingBuffer, TraceRecorder
+from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder
 from padded_dispatch.routing.select import select
-from padded_dispatch.trace import load_trace
+from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from tests.support.graph_protocol import Tape
 from tests.support.routings import routing_map, thin_out
-
-SETTINGS = dict(num_tokens=7, top_k=2, num_ranks=1, rank=0, capacity_pool="store")
 
 
 def microbatch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,43 +17,56 @@ def microbatch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return map_TE, torch.where(map_TE, probs_TE, 0)
 
 
+def choices(number: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Experts and probabilities [7, 2] of one micro-batch, as a trace has them."""
+    map_TE, probs_TE = (tensor.tolist() for tensor in microbatch(number))
+    ids = [[e for e, asked in enumerate(row) if asked] for row in map_TE]
+    probs = [[row[e] for e in mine] for row, mine in zip(probs_TE, ids, strict=True)]
+    return [[(row + [none] * 2)[:2] for row in rows] for rows, none in ((ids, -1), (probs, 0.0))]
+
+
 def observe(buffer: RoutingBuffer, number: int) -> None:
     map_TE, probs_TE = microbatch(number)
     buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, capacity=2), True)
 
 
 def buffer(num_microbatches: int = 2) -> RoutingBuffer:
-    return RoutingBuffer(num_microbatches=num_microbatches, num_experts=5, device="cpu")
+    return RoutingBuffer(num_microbatches=num_microbatches, num_tokens=7, top_k=2, device="cpu")
+
+
+def recording(**changes) -> Recording:
+    values = dict(num_experts=5, num_ranks=1, rank=3, every=2, num_steps=6, max_bytes=2**20)
+    values |= dict(capacity_pool="store")
+    return Recording(**(values | changes))
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_recorded_steps_have_all_their_microbatches_in_order(
-    tmp_path, monkeypatch, num_microbatches
-):
-    """Of six steps each second one, as of more than a thousand."""
-    monkeypatch.setattr(recorder, "_MOST_STEPS", 3)
+def test_recorded_steps_have_all_their_microbatches_in_order(tmp_path, num_microbatches):
     buffers = {4: buffer(num_microbatches), 9: buffer(num_microbatches)}
     observe(buffers[9], 77)  # A micro-batch before the first step, as a capture makes.
-    recording = TraceRecorder(tmp_path / "trace.npy", buffers, num_steps=6, **SETTINGS)
+    recorder = TraceRecorder(tmp_path / "trace.npy", buffers, recording())
     number = {layer: 1000 * layer for layer in buffers}
     expected = []
     for step in range(1, 7):
-        asked: list[list[list[int]]] = [[] for _ in range(num_microbatches)]
         for layer, of_layer in buffers.items():
             for place in range(num_microbatches):
                 observe(of_layer, number[layer])
-                asked[place].append(microbatch(number[layer])[0].sum(0).tolist())
+                if step % 2 == 0:
+                    expected.append((step, place, layer, number[layer]))
                 number[layer] += 1
-        if step % 2 == 0:
-            expected += asked
-        recording.step(step)
-    recording.close()
+        recorder.step(step)
+    recorder.close()
 
-    trace = load_trace([tmp_path])
-    assert trace.steps.tolist() == [n for n in (2, 4, 6) for _ in range(num_microbatches)]
-    assert (trace.num_tokens, trace.top_k, trace.pool) == (7, 2, "store")
-    assert trace.layers.tolist() == [4, 9]
-    assert trace.counts[:, :, 0].tolist() == expected
+    expected.sort()
+    trace = load_traces([tmp_path])
+    assert trace.ranks.tolist() == [3] * len(expected)
+    assert (trace.num_experts, trace.top_k, trace.num_ranks) == (5, 2, 1)
+    assert trace.capacity_pool == "store"
+    assert list(zip(trace.steps.tolist(), trace.layers.tolist(), strict=True)) == [
+        (step, layer) for step, _, layer, _ in expected
+    ]
+    for n, (*_, seed) in enumerate(expected):
+        assert [trace.ids_NTK[n].tolist(), trace.probs_NTK[n].tolist()] == choices(seed)
 
 
 def test_a_replayed_microbatch_is_kept_like_an_eager_one():
@@ -71,4 +81,30 @@ def test_a_replayed_microbatch_is_kept_like_an_eager_one():
             static.copy_(new)
         tape.replay()
         observe(eager, number)
-    assert torch.equal(replayed.rows_ME, eager.rows_ME)
+    for ours, expected in zip(replayed.tensors(), eager.tensors(), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
+    per_step = 2 * record_bytes(7, 2) + HEADER_BYTES
+    for steps_that_fit, every in ((3, 2), (2, 4), (1, 6)):
+        limit = recording(max_bytes=steps_that_fit * per_step + per_step // 2)
+        path, filled = tmp_path / "trace.npy", buffer()
+        recorder = TraceRecorder(path, {1: filled}, limit)
+        assert recorder.every == every
+        for step in range(1, 7):
+            observe(filled, step)
+            recorder.step(step)
+        recorder.close()
+        trace = load_traces([path])
+        assert sorted(set(trace.steps.tolist())) == list(range(every, 7, every))
+        assert path.stat().st_size <= limit.max_bytes
+    with pytest.raises(ValueError, match=rf"max_bytes must be at least {per_step}, .*, got 9"):
+        TraceRecorder(path, {1: buffer()}, recording(max_bytes=9))
+
+
+def test_probabilities_that_a_trace_cannot_hold():
+    map_TE, probs_TE = microbatch(0)
+    selection = select(map_TE, probs_TE, capacity=2)
+    with pytest.raises(ValueError, match=r"probs_TE.dtype must .*; .* moe_router_dtype='fp32'"):
+        buffer().observe(map_TE, probs_TE.double(), selection, True)

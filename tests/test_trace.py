@@ -1,73 +1,208 @@
-"""What ranks recorded comes together again, also after a run that was killed or resumed."""
+"""A trace has one normal form; what is written is read; other content is an error and runs no code.
 
-import dataclasses
+Parts of a recording come together again, also after a run that was killed or resumed.
+"""
+
 import io
 import pickle
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.lib import format as npy
 
-from padded_dispatch.trace import Demand, load_trace, record_dtype
-from tests.support.traces import equal, made_up, save
+from padded_dispatch.trace import (
+    HEADER_BYTES,
+    Trace,
+    append,
+    load_traces,
+    merge,
+)
+from tests.support.traces import equal, save, small_trace
 
-DEMAND = made_up(num_steps=6, num_layers=2, num_ranks=2, num_tokens=9, num_experts=4, top_k=2)
-FIRST = "rank-00000-step-00000000.npy"
+
+def arrays(**changes) -> dict:
+    """Two records of three tokens, two of four experts each."""
+    values = dict(
+        num_experts=4,
+        top_k=2,
+        num_ranks=2,
+        steps=np.array([7, 7]),
+        layers=np.array([1, 1], np.int32),
+        ranks=np.array([0, 1], np.int32),
+        ids_NTK=np.array([[[0, 3], [1, 2], [2, -1]], [[-1, -1], [0, 1], [1, 3]]], np.int16),
+        probs_NTK=np.array([[[0.5, 0.5], [1, 0], [1, 0]], [[0, 0], [0.25, 1], [1, 1]]], np.float32),
+    )
+    return values | changes
 
 
-def part(demand: Demand, chosen: slice) -> Demand:
-    return dataclasses.replace(demand, steps=demand.steps[chosen], counts=demand.counts[chosen])
+def changed(name, index, value):
+    array = arrays()[name].copy()
+    array[index] = value
+    return arrays(**{name: array})
 
 
-def test_files_of_ranks_groups_and_stages_come_together(tmp_path):
-    """Steps of two micro-batches each; a second group; layers in the files of two stages."""
-    passes = dataclasses.replace(DEMAND, steps=np.array([3, 3, 4, 4, 9, 9]), pool="expert")
-    save(passes, tmp_path / "a")
-    found = load_trace([tmp_path / "a"])
-    assert equal(found, passes) and (found.pool, found.num_left_out) == ("expert", 0)
-    assert equal(load_trace(sorted((tmp_path / "a").iterdir(), reverse=True)), passes)
-    other = dataclasses.replace(passes, counts=passes.counts[::-1])
-    save(other, tmp_path / "b", group=1)
-    both = load_trace([tmp_path / "a", tmp_path / "b"])
-    assert both.steps.tolist() == [3, 3, 3, 3, 4, 4, 4, 4, 9, 9, 9, 9]
-    for step in range(3):
-        of_step = both.counts[4 * step : 4 * step + 4]
-        here = slice(2 * step, 2 * step + 2)
-        assert np.array_equal(of_step, np.concatenate([passes.counts[here], other.counts[here]]))
-    for layer in (0, 1):
-        one = slice(layer, layer + 1)
-        stage = dataclasses.replace(passes, layers=passes.layers[one], counts=passes.counts[:, one])
-        save(stage, tmp_path / "s")
-        for file in (tmp_path / "s").glob("rank*.npy"):
-            file.rename(tmp_path / "s" / f"stage-{layer}-{file.name}")
-    assert equal(load_trace([tmp_path / "s"]), passes)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (arrays(num_experts=2**15), r"num_experts must be from 1 to 32767, got 32768"),
+        (arrays(top_k=5), r"top_k must be from 1 to 4, got 5"),
+        (arrays(top_k=1), r"ids_NTK.shape must be .* K = 1, got \(2, 3, 2\)"),
+        (arrays(num_ranks=0), "num_ranks must be from 1 to .*, got 0"),
+        (changed("steps", 1, -1), r"steps\[1\] must be 0 or more, got -1"),
+        (changed("ids_NTK", (1, 2, 1), 4), r"ids_NTK\[1\]\[2, 1\] .* num_experts=4, got 4"),
+        (changed("ids_NTK", (0, 1, 0), -2), r"ids_NTK\[0\]\[1, 0\] must be -1 or .*, got -2"),
+        (changed("ids_NTK", (1, 2, 1), 1), r"ids_NTK\[1\]\[2, 1\] .* once, in .*, got 1; sort"),
+        (changed("ids_NTK", (0, 0, 0), -1), r"ids_NTK\[0\]\[0, 1\] .*, then -1, got 3; sort"),
+        (changed("probs_NTK", (1, 1, 0), np.nan), r"probs_NTK\[1\]\[1, 0\] .* finite, got nan"),
+        (changed("probs_NTK", (0, 2, 1), 0.5), r"probs_NTK\[0\]\[2, 1\] must be 0 .*, got 0.5"),
+    ],
+)
+def test_anything_else_is_refused_by_name(values, message):
+    with pytest.raises(ValueError, match=message):
+        Trace(**values)
+
+
+def test_parts_come_together_by_step_microbatch_layer_and_rank():
+    steps, layers, ranks = [3] * 8 + [4] * 4, [1, 1, 2, 2] * 3, [0, 1] * 6
+    whole = small_trace(steps=steps, layers=layers, ranks=ranks)
+    parts = [whole.where(whole.ranks == rank) for rank in (1, 0)]
+    assert equal(merge(parts), whole)
+    assert equal(merge([whole.where(whole.steps == step) for step in (4, 3)]), whole)
+    without = small_trace(steps=[5], layers=[1], ranks=[1], probs=False)
+    assert merge([whole, without]).probs_NTK is None
+
+
+def test_parts_that_do_not_match_are_refused():
+    trace = small_trace(steps=[3], layers=[1], ranks=[0])
+    with pytest.raises(ValueError, match="step 3, layer 1, rank 0 is in part 0 and part 1; give"):
+        merge([trace, trace])
+    other = small_trace(steps=[4], layers=[1], ranks=[0], num_ranks=3)
+    with pytest.raises(ValueError, match=r"b: num_ranks must be 2, as in a, got 3"):
+        merge([trace, other], ["a", "b"])
+
+
+def recorded(**kwargs) -> Trace:
+    return small_trace(steps=[3, 3, 8, 8], layers=[0, 1, 0, 1], ranks=[1] * 4, **kwargs)
+
+
+@pytest.mark.parametrize("probs", [True, False])
+def test_what_was_appended_is_read(tmp_path, probs):
+    """By any reader at once, and by NumPy alone."""
+    path, whole = tmp_path / "trace.npy", recorded(probs=probs)
+    with path.open("wb") as file:
+        for step in (3, 8):
+            append(whole.where(whole.steps == step), file)
+            assert equal(load_traces([path]), whole.where(whole.steps <= step))
+        assert path.stat().st_size <= 2 * HEADER_BYTES + 4 * (28 + 15 * (2 + 4 * probs))
+    with path.open("rb") as file:
+        records = np.load(file, allow_pickle=False)
+        assert (records["layer"].tolist(), np.load(file)["step"].tolist()) == ([0, 1], [8, 8])
+    np.testing.assert_array_equal(records["ids"], whole.ids_NTK[:2])
 
 
 def test_a_killed_process_leaves_the_steps_before(tmp_path):
-    """Cut anywhere; a step that one rank lacks is left out."""
-    save(DEMAND, tmp_path)
-    whole = (tmp_path / FIRST).read_bytes()
-    for size in range(0, len(whole), 97):
-        (tmp_path / FIRST).write_bytes(whole[:size])
-        num_steps = size * 6 // len(whole)
-        if num_steps == 0:
-            with pytest.raises(ValueError, match=r"TRACE must have all 2 ranks of a group in some"):
-                load_trace([tmp_path])
-            continue
-        found = load_trace([tmp_path])
-        assert equal(found, part(DEMAND, slice(num_steps)))
-        assert found.num_left_out == 6 - num_steps
+    """Cut anywhere: whole steps are read, and a file without one is no part of a recording."""
+    whole, path = recorded(), tmp_path / "rank-1.npy"
+    first, both = io.BytesIO(), io.BytesIO()
+    append(whole.where(whole.steps == 3), first)
+    append(whole.where(whole.steps == 3), both)
+    append(whole.where(whole.steps == 8), both)
+    end = len(first.getvalue())
+    for size in range(end, len(both.getvalue()), 7):
+        path.write_bytes(both.getvalue()[:size])
+        assert load_traces([path]).steps.tolist() == [3, 3]
+    other = small_trace(steps=[3], layers=[0], ranks=[0])
+    save(other, tmp_path / "rank-0.npy")
+    for size in (0, 256, end - 1):
+        path.write_bytes(both.getvalue()[:size])
+        assert equal(load_traces([tmp_path]), other)
+        with pytest.raises(ValueError, match=r"rank-1\.npy must hold a recorded step .*, got none"):
+            load_traces([path])
 
 
-def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path):
-    again = made_up(
-        num_steps=6, num_layers=2, num_ranks=2, num_tokens=9, num_experts=4, top_k=2, seed=1
-    )
-    save(part(DEMAND, slice(5)), tmp_path)
-    save(part(again, slice(3, 6)), tmp_path, start=2)
-    found = load_trace([tmp_path])
-    counts = np.concatenate([DEMAND.counts[:3], again.counts[3:]])
-    assert equal(found, dataclasses.replace(DEMAND, counts=counts))
+def test_files_and_folders_are_merged(tmp_path):
+    parts = [small_trace(steps=[1, 2], layers=[0, 0], ranks=[rank] * 2) for rank in range(3)]
+    (tmp_path / "two").mkdir()
+    save(parts[2], tmp_path / "one.npy")
+    save(parts[0], tmp_path / "two" / "b.npy")
+    save(parts[1], tmp_path / "two" / "a.npy")
+    paths = [tmp_path / "one.npy", tmp_path / "two"]
+    assert equal(load_traces(paths), merge(parts))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty must hold a recorded step \(\*\.npy\), got none"):
+        load_traces([tmp_path / "empty"])
+    save(recorded(num_tokens=4), tmp_path / "two" / "a.npy")
+    with pytest.raises(ValueError, match=r"a\.npy: num_tokens must be 5, as in .*one\.npy, got 4"):
+        load_traces(paths)
+    with (tmp_path / "two" / "a.npy").open("ab") as file:
+        append(recorded(), file)
+    with pytest.raises(ValueError, match=r"a\.npy: dtype must be .*, as in the first step"):
+        load_traces(paths)
+
+
+@pytest.mark.parametrize("ranks_again", [(0, 1), (0,)])
+def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path, ranks_again):
+    """The run was killed after step 29 and resumed from step 20; rank 1 may have no new file."""
+
+    def run(rank, steps, seed):
+        num = len(steps)
+        return small_trace(steps=[*steps], layers=[1] * num, ranks=[rank] * num, seed=seed)
+
+    before = [run(rank, range(1, 30), rank) for rank in (0, 1)]
+    after = [run(rank, range(21, 41), 2 + rank) for rank in ranks_again]
+    for rank, trace in enumerate(before):
+        save(trace, tmp_path / f"rank-{rank:05d}-step-00000000.npy")
+    for rank, trace in zip(ranks_again, after, strict=True):
+        save(trace, tmp_path / f"rank-{rank:05d}-step-00000020.npy")
+    kept = [trace.where(trace.steps <= 20) for trace in before]
+    assert equal(load_traces([tmp_path]), merge([*kept, *after]))
+
+
+def test_ranks_of_a_killed_run_end_together(tmp_path):
+    """But a rank that stopped long before is missing, and shortens nothing."""
+    for num, expected in ((3, [1, 2]), (8, [*range(1, 9)])):
+        steps = list(range(1, num + 1))
+        save(small_trace(steps=steps, layers=[1] * num, ranks=[0] * num), tmp_path / "0.npy")
+        save(small_trace(steps=[1, 2], layers=[1] * 2, ranks=[1] * 2), tmp_path / "1.npy")
+        found = load_traces([tmp_path])
+        assert found.steps[found.ranks == 0].tolist() == expected
+        assert found.steps[found.ranks == 1].tolist() == [1, 2]
+
+
+def file_of(array, *, allow_pickle=False) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=allow_pickle)
+    return file.getvalue()
+
+
+def good() -> np.ndarray:
+    """Return the records of a valid file, to be changed."""
+    file = io.BytesIO()
+    append(recorded(), file)
+    file.seek(0)
+    return np.load(file)
+
+
+def header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    descr = npy.dtype_to_descr(dtype)
+    npy.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+def refuse(tmp_path, content: bytes, message: str) -> None:
+    """Check that reading `content` raises the file's name and `message`, in less than a MiB."""
+    path = tmp_path / "bad.npy"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=rf"bad\.npy.* must .*{message}"):
+            load_traces([path])
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 class Bomb:
@@ -80,26 +215,32 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
-def test_what_is_no_recording_is_refused_and_nothing_is_unpickled(tmp_path):
-    save(DEMAND, tmp_path / "a")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"empty must hold a recorded step \(\*\.npy\), got none"):
-        load_trace([tmp_path / "empty"])
-    with pytest.raises(ValueError, match="TRACE must name each file of one recording once, got"):
-        load_trace([tmp_path / "a", tmp_path / "a" / FIRST])
-    for changes in ({"num_tokens": 8}, {"pool": "expert"}, {"counts": DEMAND.counts[..., :3]}):
-        save(dataclasses.replace(DEMAND, **changes), tmp_path / "b", group=1)
-        with pytest.raises(ValueError, match=r"b/rank-00002.*: settings must be those of .*00000"):
-            load_trace([tmp_path / "a", tmp_path / "b"])
-    np.save(tmp_path / "numbers.npy", np.arange(3))
-    with pytest.raises(ValueError, match=r"numbers\.npy must be a trace, got dtype"):
-        load_trace([tmp_path / "numbers.npy"])
-    target, objects, file = tmp_path / "exploded", np.empty(1, object), io.BytesIO()
+def test_nothing_is_unpickled(tmp_path):
+    target = tmp_path / "exploded"
+    pickled = pickle.dumps(Bomb(target))
+    objects = np.empty(1, object)
     objects[0] = Bomb(target)
-    np.save(file, objects, allow_pickle=True)
-    for content in (pickle.dumps(Bomb(target)), file.getvalue(), b"\x93NUMPY nothing more"):
-        (tmp_path / "bad.npy").write_bytes(content)
-        with pytest.raises(ValueError, match=r"bad\.npy must hold a recorded step .*, got none"):
-            load_trace([tmp_path / "bad.npy"])
+    refuse(tmp_path, pickled, "be a trace, got")
+    refuse(tmp_path, file_of(objects, allow_pickle=True), "be a trace, got")
+    dtype = np.dtype([("step", "O"), ("ids", "<i2", (2, 2))])
+    refuse(tmp_path, header(dtype, (1,)) + pickled, "be a trace, got dtype")
     assert not target.exists()
-    assert record_dtype(3)["counts"].shape == (3,)
+
+
+def test_wrong_sizes_in_a_header(tmp_path):
+    dtype = good().dtype
+    refuse(tmp_path, header(dtype, (10**15,)) + bytes(200), "hold a recorded step .*, got none")
+    for shape in ((0,), (-3,), (1, 1)):
+        refuse(tmp_path, header(dtype, shape), r"be a trace, got shape \(")
+    for other in (np.dtype("f8"), np.dtype([("ids", "<i2", (5, 3))])):
+        refuse(tmp_path, header(other, (1,)), "be a trace, got")
+    refuse(tmp_path, file_of(good()) + b"something else" * 99, "be a trace, got")
+    array = good()
+    array["ids"][2, 4, 0] = 6
+    refuse(tmp_path, file_of(array), "num_experts=6, got 6")
+    array = good()
+    array["num_experts"][1] = 7
+    refuse(tmp_path, file_of(array), r"be \[6, 2, 0\], as in the first record, got \[7, 2, 0\]")
+    array = good()
+    array["pool"] = 3
+    refuse(tmp_path, file_of(array), "be below 3, got 3")

@@ -34,13 +34,14 @@ from megatron.core.utils import get_model_config
 from padded_dispatch.config import require
 from padded_dispatch.megatron.config import is_ours, log_once, padded_options
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
-from padded_dispatch.recorder import RoutingBuffer, TraceRecorder
+from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder
 from padded_dispatch.utils.patches import PATCHED
 
 _MODULE = "megatron.training.training"
 
 # Figures in Megatron's line of a step.
 _IN_LINE = ("dropped", "fill", "needed_factor", "expert_overload")
+_TRACE_BYTES = 2**30
 
 
 class _Run:
@@ -146,8 +147,11 @@ class _Run:
             Path(folder),
             num_microbatches=get_num_microbatches(),
             num_tokens=args.micro_batch_size * args.seq_length // parts,
+            # A hundred steps tell what a thousand do.
+            every=max(1, min(10, (args.train_iters - step) // 100)),
             steps_done=step,
             num_steps=args.train_iters,
+            max_bytes=_TRACE_BYTES,
         )
 
 
@@ -241,27 +245,31 @@ def record_routing(
     *,
     num_microbatches: int,
     num_tokens: int,
+    every: int,
     steps_done: int,
     num_steps: int,
+    max_bytes: int,
 ) -> TraceRecorder | None:
     """Attach a recorder to all padded layers of this rank. Call it before graphs are captured.
 
-    A file of this rank that begins at this step or later holds steps that are run again now. It is
-    deleted.
+    The names of the files tell `load_traces` which steps a resumed run has repeated. Files that
+    begin after its checkpoint hold only such steps, and are deleted.
 
     Args:
         chunks: the model's chunks on this rank.
         folder: the folder, which is created.
         num_microbatches: micro-batches of a step on this rank.
         num_tokens: tokens of a micro-batch that this rank routes (T).
+        every: steps between two recorded ones; see `TraceRecorder.every`.
         steps_done: steps that a resumed run has done already, else 0.
         num_steps: steps at the end of the run.
+        max_bytes: limit for this rank's file.
 
     Returns:
         The recorder; None if this rank has no padded layer.
 
     Raises:
-        ValueError: a layer has been captured already.
+        ValueError: not even one step fits into the limit, or a layer has been captured already.
     """
     layers = padded_moe_layers(chunks)
     if not layers:
@@ -274,29 +282,31 @@ def record_routing(
         "start before layers are captured, because a graph holds what is recorded",
         "set cuda_graph_warmup_steps to 1 or more",
     )
-    dispatcher = next(iter(layers.values())).token_dispatcher
-    config, buffers = dispatcher.dispatch_config, {}
+    buffers = {}
     for number, layer in layers.items():
+        dispatch = layer.token_dispatcher.dispatch_config
         buffers[number] = RoutingBuffer(
             num_microbatches=num_microbatches,
-            num_experts=config.num_experts,
+            num_tokens=num_tokens,
+            top_k=dispatch.top_k,
             device=layer.router.weight.device,
         )
         layer.router.selector.observers.append(buffers[number])
     folder.mkdir(parents=True, exist_ok=True)
+    dispatcher = next(iter(layers.values())).token_dispatcher
     num_sources = dispatcher.ep_size * dispatcher.tp_size
     group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
-    name = f"rank-{dist.get_rank():05d}-step-"
-    for earlier in folder.glob(f"{name}*.npy"):
-        if int(earlier.stem.removeprefix(name)) >= steps_done:
-            earlier.unlink()
-    return TraceRecorder(
-        folder / f"{name}{steps_done:08d}.npy",
-        buffers,
-        num_tokens=num_tokens,
-        top_k=config.top_k,
+    recording = Recording(
+        num_experts=dispatcher.dispatch_config.num_experts,
         num_ranks=num_sources,
         rank=parallel_state.get_expert_data_parallel_rank() * num_sources + dist.get_rank(group),
-        capacity_pool=config.capacity_pool,
+        capacity_pool=dispatcher.dispatch_config.capacity_pool,
+        every=every,
         num_steps=num_steps,
+        max_bytes=max_bytes,
     )
+    name = f"rank-{dist.get_rank():05d}-step-"
+    for earlier in folder.glob(f"{name}*.npy"):
+        if int(earlier.stem.removeprefix(name)) > steps_done:
+            earlier.unlink()
+    return TraceRecorder(folder / f"{name}{steps_done:08d}.npy", buffers, recording)

@@ -155,7 +155,7 @@ class PaddedOptions:
     trace: str | None = _option(
         None,
         "folder for routing traces of Megatron-LM's own loop, for padded-dispatch tune: one file "
-        "per rank",
+        "per rank, 1 GiB at most",
         read=_or_none(str),
     )
 

@@ -51,6 +51,7 @@ from padded_dispatch.train.settings import Layout, Settings
 
 _EVALUATION_PASSES = 32
 _TELEMETRY_EVERY = 10  # steps between two checks of drops, at least
+_TRACE_BYTES = 2**30  # of each rank; fewer steps are traced to fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,15 +233,20 @@ def _tracer(trainer: Trainer) -> TraceRecorder | None:
     settings, output = trainer.settings, trainer.settings.output
     if output.trace is None:
         return None
-    return record_routing(
+    tracer = record_routing(
         trainer.chunks,
         output.trace,
         num_microbatches=settings.num_microbatches,
         # Sequence parallelism splits the tokens.
         num_tokens=settings.recipe.micro_batch * settings.recipe.seq_length // settings.layout.tp,
+        every=1,
         steps_done=0,
         num_steps=output.steps,
+        max_bytes=_TRACE_BYTES,
     )
+    if tracer and tracer.every > 1:
+        show(f"each {tracer.every}th step is traced: a rank's trace has at most 1 GiB")
+    return tracer
 
 
 def run_passes(

@@ -14,13 +14,15 @@ than that is in notebooks/results/LOG.md.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import CapacityPool, require
-from padded_dispatch.trace import Demand
+from padded_dispatch.config import CapacityPool, Policy, require
+from padded_dispatch.tune.cost import LayerSizes, balanced_drop, kept_bytes
+from padded_dispatch.tune.demand import Demand
 from padded_dispatch.tune.replay import POOLS, Replay, replay
 
 _ALIKE = 1.1  # factors of two halves that differ by less are the same answer
@@ -111,9 +113,8 @@ class Recommendation:
 
     def warnings(self) -> list[str]:
         """Return the reasons to doubt the answer, in sentences."""
-        found, left_out = [], self.replay.demand.num_left_out
-        if left_out:
-            found.append(f"{left_out:,} steps that some rank did not record are left out.")
+        missing = self.replay.demand.missing
+        found = [missing] if missing else []
         first, second = self.overall.halves
         if max(first, second) > _ALIKE * min(first, second):
             found.append(
@@ -201,20 +202,92 @@ def quantile(values: NDArray, share: float) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
-    """The answers of a trace: one for each kind of pool; `chosen` is the recommended one."""
+class Option:
+    """One factor, what it drops and what it costs.
 
+    `room`: see `Advice`. `dropped`: share of all rows; `in_most_steps`: share that the target's
+    share of the steps does not exceed; `worst_layer`: share of the layer that loses most;
+    `balanced`: of a perfectly balanced router, None for a store. `retried`: share of the steps in
+    which any layer drops a row, which `on_overflow="retry"` would run again. `kept_bytes`: see
+    `cost`; None where the layer's sizes are not known.
+    """
+
+    factor: float
+    room: int
+    dropped: float
+    in_most_steps: float
+    worst_layer: float
+    balanced: float | None
+    retried: float
+    kept_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Study:
+    """The answers of a trace.
+
+    `answers`: one for each kind of pool that was compared; `chosen`: the recommended one. `sizes`:
+    of the layer, None where they are not known. `layers_of_model`: the trace numbers layers as the
+    model does, which settings for each layer need.
+    """
+
+    name: str
+    demand: Demand
     answers: tuple[Recommendation, ...]
     chosen: Recommendation
+    sizes: LayerSizes | None
+    layers_of_model: bool
+
+    @property
+    def pool(self) -> CapacityPool:
+        """The recommended kind of pool."""
+        return self.chosen.replay.pool
+
+    @cached_property
+    def options(self) -> tuple[Option, ...]:
+        """Effects of each factor with the recommended kind of pool."""
+        replay, target, num_tokens = self.chosen.replay, self.chosen.target, self.demand.num_tokens
+        worst = (replay.dropped.sum(2) / np.maximum(replay.asked.sum(1), 1)).max(1)
+        asked = replay.asked.sum(0)
+        by_step = replay.dropped.sum(1)[:, asked > 0] / asked[asked > 0]
+        in_most = quantile(by_step, target.steps_share)
+        found = []
+        for i, config in enumerate(replay.configs):
+            balanced = None
+            if self.pool == "expert":
+                balanced = balanced_drop(
+                    num_tokens=num_tokens,
+                    top_k=config.top_k,
+                    num_experts=config.num_experts,
+                    capacity=config.capacity(num_tokens),
+                )
+            found.append(
+                Option(
+                    factor=float(replay.factors[i]),
+                    room=int(replay.room[i]),
+                    dropped=float(replay.dropped_share[i]),
+                    in_most_steps=float(in_most[i]),
+                    worst_layer=float(worst[i]),
+                    balanced=balanced,
+                    retried=float((replay.dropped[i].sum(0) > 0).mean()),
+                    kept_bytes=self.sizes and kept_bytes(config, num_tokens, self.sizes),
+                )
+            )
+        return tuple(found)
 
 
 def study(
     demand: Demand,
     target: Target,
     *,
+    name: str,
+    factors: Sequence[float] | None = None,
     pools: Sequence[CapacityPool] = POOLS,
     etp: int = 1,
     store_layers: int | None = None,
+    strikes: Policy | None = None,
+    sizes: LayerSizes | None = None,
+    layers_of_model: bool = True,
 ) -> Study:
     """Replay the demand with each kind of pool, and recommend one.
 
@@ -224,16 +297,28 @@ def study(
     Args:
         demand: of training.
         target: what to keep.
+        name: of the trace, for titles.
+        factors: see `replay`.
         pools: kinds to compare, "expert" first.
         etp: see `replay`.
         store_layers: see `replay`.
+        strikes: see `replay`.
+        sizes: of the layer, for costs.
+        layers_of_model: see `Study`.
 
     Raises:
         ValueError: names the argument, its value and what to change.
     """
-    given = {"etp": etp, "store_layers": store_layers}
-    answers = {pool: recommend(replay(demand, pool=pool, **given), target) for pool in pools}
+    given = {"etp": etp, "store_layers": store_layers, "strikes": strikes}
+    answers = {
+        pool: recommend(replay(demand, factors, pool=pool, **given), target) for pool in pools
+    }
     chosen = min(answers.values(), key=lambda answer: answer.overall.factor)
-    if demand.pool is not None:
-        chosen = answers.get(demand.pool, chosen)
-    return Study(answers=tuple(answers.values()), chosen=chosen)
+    return Study(
+        name=name,
+        demand=demand,
+        answers=tuple(answers.values()),
+        chosen=answers.get(demand.pool, chosen) if demand.pool else chosen,
+        sizes=sizes,
+        layers_of_model=layers_of_model,
+    )

@@ -8,8 +8,7 @@ Which rows find room depends on counts alone, as does `DispatchConfig.capacity_p
   sure to get: min(1, factor) of a balanced share each. What does not fit is cut by a water level:
   each (expert, source) keeps at most w rows, with the largest w that fits.
 
-A layer's own limit of rows (N) never binds in a store, which it is at least as large as. Tokens
-that collectives strike, with more ranks than K * factor, are not counted.
+A layer's own limit of rows (N) never binds in a store, which it is at least as large as.
 
 Letters: T tokens; K experts per token; E experts; L experts of one rank; R ranks of experts; C
 slots of a cell; M rows of a store.
@@ -23,8 +22,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import CapacityPool, DispatchConfig, require
-from padded_dispatch.trace import Demand
+from padded_dispatch.config import CapacityPool, DispatchConfig, Policy, require
+from padded_dispatch.tune.demand import Demand, most_tokens, strike
 
 POOLS: tuple[CapacityPool, ...] = ("expert", "store")
 
@@ -71,6 +70,7 @@ def replay(
     pool: CapacityPool = "expert",
     etp: int = 1,
     store_layers: int | None = None,
+    strikes: Policy | None = None,
 ) -> Replay:
     """Replay a demand at every capacity factor of `factors`.
 
@@ -82,6 +82,9 @@ def replay(
         etp: ranks that split every expert between them; each of them is a source.
         store_layers: consecutive layers that share a store, which are those of a model chunk of
             one pipeline stage; None: all.
+        strikes: whether to drop what collectives cannot send to a store, and by which
+            `moe_token_drop_policy`: tokens of a source for one rank past
+            `DispatchConfig.wire_slots`.
 
     Raises:
         ValueError: names the argument, its value and what to change.
@@ -90,9 +93,16 @@ def replay(
     num_layers = len(demand.layers)
     store_layers = num_layers if store_layers is None else store_layers
     require(store_layers >= 1, "store_layers", store_layers, "be at least 1")
+    trace, config = demand.trace, _config(demand, 1.0, pool, etp)
+    require(strikes is None or trace, "strikes", strikes, "be None for counts without a trace")
+    if pool == "expert" or config.num_ranks == 1:
+        strikes = None  # Cells always have slots on the wire.
     stacks = [slice(i, i + store_layers) for i in range(0, num_layers, store_layers)]
     steps, step_of_pass = np.unique(demand.steps, return_inverse=True)
-    needed, needed_alone = _needed(demand, _config(demand, 1.0, pool, etp), stacks)
+    needed, needed_alone = _needed(demand, config, stacks)
+    if strikes and trace:
+        crossing = most_tokens(trace, config.num_ranks) * config.num_ranks
+        needed = np.maximum(needed, crossing / (demand.num_tokens * demand.top_k))
     factors = sorted(map(float, grid(float(needed.max())) if factors is None else factors))
     require(len(factors) >= 1, "factors", factors, "hold at least one factor")
     configs = tuple(_config(demand, factor, pool, etp) for factor in factors)
@@ -103,8 +113,11 @@ def replay(
             room.append(config.capacity(demand.num_tokens))
             kept.append(np.minimum(demand.counts, room[-1]).sum((2, 3), dtype=np.int64))
             continue
+        counts, num_slots = demand.counts, config.wire_slots(demand.num_tokens)
+        if strikes and trace and num_slots < demand.num_tokens:
+            counts = strike(trace, num_slots, config.num_ranks, strikes)
         room.append(config.rows(demand.num_tokens) * min(store_layers, num_layers))
-        cells = _cells(demand.counts, config)
+        cells = _cells(counts, config)
         stacked = [_stack(cells[:, stack], config, demand.num_tokens) for stack in stacks]
         kept.append(np.concatenate(stacked, axis=1))
 

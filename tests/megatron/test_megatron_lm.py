@@ -14,7 +14,7 @@ from padded_dispatch.megatron import PaddedOptions, Retry, install, uninstall
 from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.telemetry import padded_moe_layers
-from padded_dispatch.trace import load_trace
+from padded_dispatch.trace import load_traces
 from tests.megatron.test_telemetry import HostCount, T, model
 from tests.support import tiny
 from tests.support.training import RETRIED, Training, draws, forward, world
@@ -293,11 +293,11 @@ def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):
     train(loop, trace=str(tmp_path))
     args.iteration, args.train_iters = 4, 7
     train(loop, trace=str(tmp_path))
-    trace = load_trace([tmp_path])
-    assert trace.steps.tolist() == [n for n in range(1, 8) for _ in range(CASE.microbatches)]
-    assert (trace.num_tokens, trace.top_k) == (CASE.batch * CASE.seq, CASE.top_k)
-    assert trace.counts.shape[1:] == (2, 1, 4)  # Layers, sources, experts.
-    assert (trace.counts.sum(-1) == trace.num_tokens * trace.top_k).all()
+    trace = load_traces([tmp_path])
+    assert sorted(set(trace.steps.tolist())) == [1, 2, 3, 4, 5, 6, 7]
+    assert trace.num_records == 7 * CASE.microbatches * 2
+    assert trace.ids_NTK.shape[1:] == (CASE.batch * CASE.seq, CASE.top_k)
+    assert (trace.num_experts, trace.num_ranks, set(trace.ranks.tolist())) == (4, 1, {0})
 
 
 def test_a_run_that_fails_keeps_its_trace(loop, tmp_path):
@@ -309,12 +309,15 @@ def test_a_run_that_fails_keeps_its_trace(loop, tmp_path):
     with pytest.raises(SystemExit, match="a signal"):
         train(loop, trace=str(tmp_path))
     uninstall()  # As at the end of the process, what follows the loop is gone.
-    assert sorted(set(load_trace([tmp_path]).steps.tolist())) == [1, 2, 3]
+    trace = load_traces([tmp_path])
+    assert sorted(set(trace.steps.tolist())) == [1, 2, 3]
 
 
 def test_what_cannot_be_traced(tmp_path):
     """A rank without layers writes nothing; graphs would hold what is recorded."""
-    sizes = dict(num_microbatches=1, num_tokens=T, steps_done=0, num_steps=3)
+    sizes = dict(
+        num_microbatches=1, num_tokens=T, every=1, steps_done=0, num_steps=3, max_bytes=2**20
+    )
     with tiny.one_process():
         assert record_routing([nn.Linear(2, 2)], tmp_path / "traces", **sizes) is None
         assert not (tmp_path / "traces").exists()

@@ -1,65 +1,53 @@
-"""Made-up routing, and its recording: one file for each rank."""
+"""Small traces for tests: odd sizes, many ties, tokens with fewer than K experts."""
 
 from pathlib import Path
 
 import numpy as np
 
-from padded_dispatch.trace import Demand, record_dtype
+from padded_dispatch.trace import Trace, append, ascending
 
 
-def made_up(
+def small_trace(
     *,
-    num_steps: int,
-    num_layers: int,
-    num_ranks: int,
-    num_tokens: int,
-    num_experts: int,
-    top_k: int,
-    spread: float = 1.0,
-    drift: bool = False,
+    steps: list[int],
+    layers: list[int],
+    ranks: list[int],
+    num_tokens: int = 5,
+    num_experts: int = 6,
+    top_k: int = 3,
+    num_ranks: int = 2,
+    probs: bool = True,
     seed: int = 0,
-) -> Demand:
-    """Return what tokens ask for that choose by a popularity of each layer's experts.
-
-    Its logarithm is normal with deviation `spread`, or grows to it with `drift`.
-    """
+) -> Trace:
+    """Return random choices, a quarter of them missing, with many equal probabilities."""
     random = np.random.default_rng(seed)
-    popularity_YE = random.normal(size=(num_layers, num_experts)) * spread
-    counts = np.empty((num_steps, num_layers, num_ranks, num_experts), np.int32)
-    for step, layer, rank in np.ndindex(counts.shape[:3]):
-        scores_TE = random.gumbel(size=(num_tokens, num_experts))
-        scores_TE += popularity_YE[layer] * (step / max(1, num_steps - 1) if drift else 1)
-        chosen_TK = np.argpartition(scores_TE, -top_k, axis=1)[:, -top_k:]
-        counts[step, layer, rank] = np.bincount(chosen_TK.flatten(), minlength=num_experts)
-    return Demand(
-        num_tokens=num_tokens,
+    shape = len(steps), num_tokens
+    scores_NTE = random.random((*shape, num_experts))
+    ids_NTK = scores_NTE.argsort(-1)[..., :top_k].astype(np.int16)
+    ids_NTK[random.random(ids_NTK.shape) < 0.25] = -1
+    probs_NTK = random.choice(np.float32([0, 0.25, 0.5, 1]), ids_NTK.shape)
+    ids_NTK, probs_NTK = ascending(ids_NTK, np.where(ids_NTK < 0, np.float32(0), probs_NTK))
+    return Trace(
+        num_experts=num_experts,
         top_k=top_k,
-        steps=np.arange(num_steps),
-        layers=np.arange(1, num_layers + 1, dtype=np.int32),
-        counts=counts,
+        num_ranks=num_ranks,
+        steps=np.array(steps, np.int64),
+        layers=np.array(layers, np.int32),
+        ranks=np.array(ranks, np.int32),
+        ids_NTK=ids_NTK,
+        probs_NTK=probs_NTK if probs else None,
     )
 
 
-def save(demand: Demand, folder: Path, *, start: int = 0, group: int = 0) -> None:
-    """Write the files that the ranks of a group record, which begin after step `start`."""
-    folder.mkdir(exist_ok=True)
-    for source in range(demand.num_sources):
-        rank = group * demand.num_sources + source
-        with (folder / f"rank-{rank:05d}-step-{start:08d}.npy").open("wb") as file:
-            for step in np.unique(demand.steps):
-                counts = demand.counts[demand.steps == step, :, source].swapaxes(0, 1)
-                records = np.zeros(counts.shape[:2], record_dtype(demand.num_experts))
-                records["step"], records["layer"] = step, demand.layers[:, None]
-                records["rank"], records["num_ranks"] = rank, demand.num_sources
-                records["num_tokens"], records["top_k"] = demand.num_tokens, demand.top_k
-                records["pool"], records["counts"] = demand.pool or "store", counts
-                np.save(file, records)
+def equal(one: Trace, other: Trace) -> bool:
+    """Return whether two traces have the same sizes and the same arrays."""
+    names = ("steps", "layers", "ranks", "ids_NTK", "probs_NTK")
+    arrays = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
+    sizes = ("num_experts", "top_k", "num_ranks")
+    return arrays and all(getattr(one, name) == getattr(other, name) for name in sizes)
 
 
-def equal(one: Demand, other: Demand) -> bool:
-    """Return whether two have the same sizes and counts."""
-    arrays = all(
-        np.array_equal(getattr(one, name), getattr(other, name))
-        for name in ("steps", "layers", "counts")
-    )
-    return arrays and (one.num_tokens, one.top_k) == (other.num_tokens, other.top_k)
+def save(trace: Trace, path: Path) -> None:
+    """Write a trace as one step of a file, which is replaced."""
+    with path.open("wb") as file:
+        append(trace, file)

@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from padded_dispatch.config import Policy
 from padded_dispatch.megatron import uninstall
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.telemetry import padded_moe_layers
-from padded_dispatch.trace import load_trace
+from padded_dispatch.trace import load_traces
 from padded_dispatch.train import loop
 from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.loop import Outcome
+from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.replay import replay
 from tests.support.pool import WorkerPool, shared_groups
 from tests.train.test_model import on_a_gpu
@@ -71,12 +73,18 @@ def assert_trace_says_the_same(
     counted: list[Counted],
     *,
     factor: float,
+    strikes: Policy | None = "probs",
     store_layers: int | None = None,
 ) -> None:
-    """Check that a replay of the run's trace at its factor equals the counters of all ranks."""
-    demand = load_trace([folder])
-    assert demand.pool is not None
-    found = replay(demand, [factor], pool=demand.pool, store_layers=store_layers)
+    """Check that a replay of the run's trace at the run's factor equals the counters of all ranks.
+
+    `strikes`: None over direct stores, which strike nothing.
+    """
+    trace = load_traces([folder])
+    assert trace.capacity_pool is not None
+    demand = demand_of(trace)
+    given = {"store_layers": store_layers, "strikes": strikes}
+    found = replay(demand, [factor], pool=trace.capacity_pool, **given)
     assert found.dropped.sum() > 0  # Else the test would be weak.
     places = [
         (step, layer)
@@ -92,7 +100,7 @@ def assert_trace_says_the_same(
         asked, kept = sum(rows for rows, _, _ in here), sum(rows for _, rows, _ in here)
         at = demand.layers.tolist().index(layer), found.steps.tolist().index(step)
         assert (asked, asked - kept) == (found.asked[at], found.dropped[0][at]), (step, layer)
-    if demand.pool == "expert":
+    if trace.capacity_pool == "expert":
         most = max(need for of_rank in counted for _, _, need in of_rank.values())
         assert found.needed.max() * demand.mean_rows == most
 
@@ -237,20 +245,19 @@ def _counted(flags: str) -> Counted:
 
 
 @pytest.mark.parametrize(
-    ("flags", "factor", "store_layers"),
+    ("flags", "given"),
     [
-        ("--eval-every 2 --global-batch 18", 0.5, None),
-        ("--pp 2 --num-layers 4 --balancing expert-bias", 0.5, None),
-        # Below factor 1 collectives would strike tokens.
-        ("--experts packed --num-layers 3 --global-batch 18", 1.0, None),
-        ("--experts packed --num-layers 4 --pp 2 --global-batch 9", 0.5, 2),
+        ("--eval-every 2 --global-batch 18", {}),
+        ("--pp 2 --num-layers 4 --balancing expert-bias", {}),
+        ("--experts packed --num-layers 3 --global-batch 18", {}),
+        ("--experts packed --num-layers 4 --pp 2 --global-batch 9", {"store_layers": 2}),
     ],
 )
-def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, factor, store_layers):
-    run = f"--steps 2 --capacity-factor {factor} --trace {tmp_path} {flags}"
+def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, given):
+    run = f"--steps 2 --capacity-factor 0.5 --trace {tmp_path} {flags}"
     counted = pool2.run(_counted, run)
-    assert_trace_says_the_same(tmp_path, counted, factor=factor, store_layers=store_layers)
-    trace = load_trace([tmp_path])
+    assert_trace_says_the_same(tmp_path, counted, factor=0.5, **given)
+    trace = load_traces([tmp_path])
     assert (trace.num_experts, trace.top_k, trace.num_tokens) == (8, 2, 72)
     assert set(trace.steps.tolist()) == {1, 2} and len(list(tmp_path.iterdir())) == 2
 
@@ -287,7 +294,7 @@ def check_on_gpus(pool: WorkerPool, folder: Path, flags: str) -> None:
         traced = f"--trace {folder / graph} --graph {graph} {flags}"
         found = pool.run(_run_on_gpus, traced, timeout_s=240.0)
         counted = [of_rank for of_rank, _ in found]
-        assert_trace_says_the_same(folder / graph, counted, factor=0.5)
+        assert_trace_says_the_same(folder / graph, counted, factor=0.5, strikes=None)
         losses[graph] = [of_rank for _, of_rank in found]
         assert losses[graph] == losses["none"], graph
 

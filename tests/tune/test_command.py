@@ -1,63 +1,125 @@
-"""The command from its flags to what it prints, and its mistakes."""
+"""The command from its flags to the page that it writes, and its mistakes."""
 
-import dataclasses
+import json
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from padded_dispatch import cli
-from padded_dispatch.tune import report
+from padded_dispatch.tune import command, plots, report
 from padded_dispatch.tune.cost import LayerSizes
+from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import Target, study
-from tests.support.traces import made_up, save
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
+from tests.support.traces import save
 
-ASKED = made_up(num_steps=20, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
+SIZES = TraceSizes(num_steps=20, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
+TRACE = synthetic_trace("lognormal", SIZES, seed=5)
+DEMAND = demand_of(TRACE)
 
 
 @pytest.fixture
 def tune(tmp_path, monkeypatch, capsys):
-    """Run the command beside a folder `run` with a trace; return what it prints."""
+    """Run the command in a folder of its own; return what it prints and its page."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONWARNINGS", "")
-    save(ASKED, tmp_path / "run")
 
-    def run(flags: str) -> tuple[int, str]:
-        code = cli.main(["tune", *flags.split()])
-        shown = capsys.readouterr()
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-        return code, shown.err if code else shown.out
+    def run(flags: str) -> tuple[str, str]:
+        assert command.main(flags.split()) == 0
+        return capsys.readouterr().out, (tmp_path / "tune.html").read_text()
 
     return run
 
 
-def test_from_a_folder_of_traces_to_the_answer(tune):
-    sizes = LayerSizes(hidden_size=64, ffn_size=48, num_layers=2)
-    of_run = dataclasses.replace(ASKED, pool="store")
-    found = study(of_run, Target(drop=0.02, steps_share=0.9))
+def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
+    (tmp_path / "run").mkdir()
+    for rank in (0, 1):
+        save(TRACE.where(TRACE.ranks == rank), tmp_path / "run" / f"rank-{rank}.npy")
     flags = "run --drop 0.02 --steps-share 0.9 --hidden-size 64 --ffn-size 48"
-    assert tune(flags) == (0, report.summary(found, sizes) + "\n")
-    files = "run/rank-00001-step-00000000.npy run/rank-00000-step-00000000.npy"
-    found = study(of_run, Target(), pools=("expert",))
-    assert tune(f"{files} --pool expert") == (0, report.summary(found) + "\n")
-    last = dataclasses.replace(of_run, steps=of_run.steps[15:], counts=of_run.counts[15:])
-    found = study(last, Target(), etp=2, store_layers=1)
-    assert found.chosen.overall.num_steps == 5
-    sizes = dataclasses.replace(sizes, num_layers=1)
-    flags = "run --etp 2 --from-step 15 --store-layers 1 --hidden-size 64 --ffn-size 48"
-    assert tune(flags) == (0, report.summary(found, sizes) + "\n")
+    printed, page = tune(flags)
+    sizes = LayerSizes(hidden_size=64, ffn_size=48, num_layers=2)
+    found = study(DEMAND, Target(drop=0.02, steps_share=0.9), name="run", sizes=sizes)
+    assert printed == report.summary(found, Path("tune.html")) + "\n"
+    svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
+    assert page == report.html(found, svgs)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "tune.html"}
+    _, again = tune("run/rank-1.npy run/rank-0.npy --pool expert --report t/x")
+    assert again == page  # The other report is elsewhere.
+    sizes = "rank-1.npy, rank-0.npy"
+    alone = study(DEMAND, Target(), name=sizes, pools=("expert",))
+    expected = alone.chosen.sentence().replace(" %", "\N{NO-BREAK SPACE}%")
+    assert expected in (tmp_path / "t" / "x").read_text()
+
+
+def test_megatrons_own_traces(tune, tmp_path):
+    for n in range(TRACE.num_records):
+        record = {
+            "step": int(TRACE.steps[n]),
+            "stage": "pre_dispatch",
+            "block": "decoder",
+            "layer": int(TRACE.layers[n]),
+            "rank": int(TRACE.ranks[n]),
+            "num_tokens": 40,
+            "topk": 2,
+            "top_indices": TRACE.ids_NTK[n].tolist(),
+        }
+        with (tmp_path / f"router_trace_rank{TRACE.ranks[n]}.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    printed, page = tune(". --experts 6 --ranks 2")
+    same = study(DEMAND, Target(), name="")  # How many rows are dropped needs no probabilities.
+    assert " ".join(printed.split()).startswith(same.chosen.sentence())
+    assert "No settings for each layer: this trace numbers layers within a pipeline" in page
+
+
+def test_a_synthetic_trace_etp_and_the_first_step(tune, tmp_path):
+    printed, page = tune("--synthetic uniform --ranks 2 --experts 8")
+    assert "in 99 % of the 400 steps traced" in " ".join(printed.split())
+    assert "8 experts, top-4, 2 source ranks of 256 tokens each" in page
+    save(TRACE, tmp_path / "trace.npy")
+    printed, _ = tune("trace.npy --etp 2 --from-step 15 --store-layers 1 --collectives")
+    last = TRACE.where(TRACE.steps >= 15)
+    given = {"etp": 2, "store_layers": 1, "strikes": "probs"}
+    found = study(demand_of(last), Target(), name="trace.npy", **given)
+    assert "in 99 % of the 5 steps traced" in found.chosen.sentence()
+    assert " ".join(printed.split()).startswith(found.chosen.sentence())
+
+
+def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path):
+    """As after the first block of the README's Quick start."""
+    save(TRACE, tmp_path / "trace.npy")
+    monkeypatch.setattr("padded_dispatch.tune.plots.find_spec", lambda name: None)
+    printed, page = tune("trace.npy")
+    last = "tune.html has no figures; for them, run pip install 'matplotlib>=3.9,<4'."
+    assert printed.splitlines()[-1] == last
+    assert "<svg" not in page
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    (package,) = extras["project"]["optional-dependencies"]["tune"]
+    assert f"run pip install '{package}'" == plots.REMEDY
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("nowhere.npy", "TRACE must be a readable trace or a folder of traces, got 'nowhere.npy'"),
-        ("run --steps-share 2", "--steps-share must be a share above 0 and at most 1, got 2"),
-        ("run --ffn-size 8", "--hidden-size and --ffn-size must be given together"),
-        ("run --from-step 20", "--from-step must be at most the last, 19, got 20"),
-        ("run --hidden-size 8 --ffn-size 0", "--ffn-size must be at least 1"),
-        ("run --etp 3", "--etp must divide the 2 sources of the trace, got 3"),
+        ("--synthetic uniform --report /proc/x/y", "--report must be a path in a writable folder"),
+        ("", "TRACE or --synthetic must be given, got none"),
+        ("nowhere.npy", "TRACE must be a trace or a folder of traces, got 'nowhere.npy'"),
+        ("broken.npy", "broken.npy: must be a trace, got "),
+        ("--synthetic uniform --steps-share 2", "--steps-share must be a share above 0 and at mo"),
+        ("--synthetic uniform --ffn-size 8", "--hidden-size and --ffn-size must be given together"),
+        ("--synthetic uniform --experts 7", "--experts must be a multiple of num_ranks=4, got 7"),
+        ("router_trace_rank0.jsonl", "--experts and --ranks must be given for Megatron's"),
+        ("good.npy --from-step 20", "--from-step must be at most the last, 19, got 20"),
+        ("broken.jsonl --experts 4 --ranks 2", "broken.jsonl, line 1 must be one JSON object"),
+        ("--synthetic uniform --hidden-size 8 --ffn-size 0", "--ffn-size must be at least 1"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(tune, flags, message):
-    code, shown = tune(flags)
-    (line,) = shown.splitlines()
-    assert code == 2 and line.startswith(f"padded-dispatch tune: {message}")
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, flags, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONWARNINGS", "")
+    (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY nothing more")
+    (tmp_path / "broken.jsonl").write_text("nothing")
+    (tmp_path / "router_trace_rank0.jsonl").touch()
+    save(TRACE, tmp_path / "good.npy")
+    assert cli.main(["tune", *flags.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"padded-dispatch tune: {message}")

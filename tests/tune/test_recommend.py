@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from padded_dispatch.trace import Demand
+from padded_dispatch.tune.cost import LayerSizes, balanced_drop, kept_bytes
+from padded_dispatch.tune.demand import Demand, demand_of
 from padded_dispatch.tune.recommend import (
     Target,
     percent,
@@ -15,7 +16,7 @@ from padded_dispatch.tune.recommend import (
     study,
 )
 from padded_dispatch.tune.replay import POOLS, replay
-from tests.support.traces import made_up
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 
 T = 20
 FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]  # C = 10 ... 20
@@ -120,31 +121,72 @@ def test_a_step_that_asks_for_no_row_does_not_count():
             recommend(replay(asked, pool=pool), Target())
 
 
-def test_steps_that_are_left_out_are_a_warning():
-    part = dataclasses.replace(demand(np.full(50, 1.2)), num_left_out=3)
-    assert recommend(replay(part, FACTORS), Target()).warnings() == [
-        "3 steps that some rank did not record are left out."
+def test_missing_ranks_are_a_warning():
+    sizes = TraceSizes(
+        num_steps=30, num_layers=1, num_ranks=4, num_tokens=16, num_experts=8, top_k=2
+    )
+    trace = synthetic_trace("balanced", sizes)
+
+    def warnings(part):
+        return recommend(replay(demand_of(part), [1.0, 2.0]), Target()).warnings()
+
+    assert warnings(trace) == []
+    assert warnings(trace.where(trace.ranks % 2 == 0)) == [
+        "Traces of 2 of 4 ranks are missing (1, 3), so their demand is unknown; give the traces of "
+        "all ranks."
     ]
+    (warning,) = warnings(trace.where((trace.ranks != 3) | (trace.steps < 29)))
+    assert warning.startswith("1 of 30 steps of a layer lack some of their 4 ranks, so ")
 
 
-SIZES = dict(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
+SIZES = TraceSizes(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
+LAYER = LayerSizes(hidden_size=64, ffn_size=48)
+
+
+def studied(kind, *, ranks=2, **given):
+    trace = dataclasses.replace(synthetic_trace(kind, SIZES), num_experts=16 + 2 - ranks)
+    return study(demand_of(trace), Target(), name="x", **given)
 
 
 def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
-    asked = made_up(**SIZES)
-    found = study(asked, Target())
+    found = studied("lognormal")
     expert, store = found.answers
     assert (expert.replay.pool, store.replay.pool) == ("expert", "store")
     assert store.overall.factor < expert.overall.factor
-    assert found.chosen is store
+    assert found.chosen is store and found.pool == "store"
     rows = f"with capacity_pool=store (a store of {store.overall.room:,} rows): at most 5 % of rows"
     assert rows in found.chosen.sentence()
     assert {advice.factor for advice in store.layers.values()} == {store.overall.factor}
+    trace = synthetic_trace("lognormal", SIZES)
     for pool in POOLS:
-        of_run = dataclasses.replace(asked, pool=pool)
-        assert study(of_run, Target()).chosen.replay.pool == pool
-    assert study(of_run, Target(), pools=("expert",)).chosen.replay.pool == "expert"
-    odd = dataclasses.replace(asked, counts=asked.counts[..., :15])
-    with pytest.raises(ValueError, match="num_experts must be a multiple of num_ranks=2, got 15"):
-        study(odd, Target())
-    assert study(odd, Target(), etp=2).chosen.overall.num_steps == 40
+        of_run = demand_of(dataclasses.replace(trace, capacity_pool=pool))
+        assert study(of_run, Target(), name="x").pool == pool
+    assert study(of_run, Target(), name="x", pools=("expert",)).pool == "expert"
+    assert studied("balanced").pool == "expert"
+    with pytest.raises(ValueError, match="num_experts must be a multiple of num_ranks=2, got 17"):
+        studied("uniform", ranks=1)
+    assert studied("uniform", ranks=1, etp=2).chosen.overall.num_steps == 40
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_options_are_what_the_replay_says(pool):
+    found = studied("lognormal", pools=(pool,), sizes=LAYER)
+    replay = found.chosen.replay
+    assert [option.factor for option in found.options] == replay.factors.tolist()
+    for i, option in enumerate(found.options):
+        dropped, config = replay.dropped[i], replay.configs[i]
+        by_step = np.sort(dropped.sum(0) / replay.asked.sum(0))
+        assert option.dropped == dropped.sum() / replay.asked.sum()
+        assert option.in_most_steps == by_step[39]
+        assert option.worst_layer == max(dropped.sum(1) / replay.asked.sum(1))
+        assert option.retried == (dropped.sum(0) > 0).mean()
+        room = {"expert": config.capacity(64), "store": 2 * config.rows(64)}
+        assert option.room == room[pool]
+        assert option.kept_bytes == kept_bytes(config, 64, LAYER)
+        if pool == "store":
+            assert option.balanced is None
+        else:
+            sizes = dict(num_tokens=64, top_k=2, num_experts=16, capacity=option.room)
+            assert option.balanced == balanced_drop(**sizes)
+    assert found.options[0].retried == 1.0 and found.options[-1].dropped == 0
+    assert studied("lognormal").options[0].kept_bytes is None

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from padded_dispatch.trace import Demand
+from padded_dispatch.tune.demand import Demand, demand_of, strike
 from padded_dispatch.tune.replay import POOLS, Replay, grid, replay
+from tests.support import reference
 from tests.support.reference import Store
+from tests.support.traces import small_trace
 
 Counts = list[list[list[int]]]  # of a pass: [layer][source][expert]
 
@@ -153,12 +155,52 @@ def test_the_record_of_a_real_router():
     assert (100 * cells.dropped_share).round().tolist() == [75, 71, 63]
 
 
-def test_steps_sum_their_passes():
-    asked = demand([[[[3, 1]]], [[[2, 2]]], [[[4, 0]]]], num_tokens=4, top_k=1, steps=[4, 9, 4])
-    found = replay(asked, [1.0])
-    assert (found.steps.tolist(), found.asked.tolist()) == ([4, 9], [[8, 4]])
-    assert found.dropped.tolist() == [[[3, 0]]]
-    assert found.needed.tolist() == [2.0, 1.0]
+def test_a_trace_is_counted_by_pass_layer_and_source():
+    """The fifth record is the second micro-batch of its step; ranks 2 and 3 are another group."""
+    trace = small_trace(
+        steps=[4, 4, 4, 9, 4, 4], layers=[1, 1, 3, 1, 1, 1], ranks=[0, 1, 0, 0, 0, 3], num_ranks=2
+    )
+    found = demand_of(trace)
+    assert (found.layers.tolist(), found.steps.tolist()) == ([1, 3], [4, 4, 4, 9])
+    places = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (3, 0, 0), (2, 0, 0), (1, 0, 1)]
+    for ids_TK, place in zip(trace.ids_NTK, places, strict=True):
+        counted = [int((ids_TK == e).sum()) for e in range(6)]
+        assert found.counts[place].tolist() == counted
+    assert found.counts.sum() == (trace.ids_NTK >= 0).sum()
+    rows = found.counts.sum((2, 3))
+    by_step = replay(found, [1.0])
+    assert by_step.steps.tolist() == [4, 9]
+    assert by_step.asked.T.tolist() == [rows[:3].sum(0).tolist(), rows[3].tolist()]
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_what_collectives_strike(policy):
+    """Four ranks of one expert: at factor 0.4, P = 3 of 9 tokens cross to each."""
+    trace = small_trace(
+        steps=[0] * 4,
+        layers=[1] * 4,
+        ranks=[0, 1, 2, 3],
+        num_tokens=9,
+        num_experts=8,
+        top_k=3,
+        num_ranks=4,
+        seed=2,
+    )
+    sent = strike(trace, 3, 4, policy)
+    for n, ids_TK in enumerate(trace.ids_NTK):
+        map_TE = (ids_TK[:, :, None] == np.arange(8)).any(1)
+        probs_TE = ((ids_TK[:, :, None] == np.arange(8)) * trace.probs_NTK[n][:, :, None]).sum(1)
+        kept_TE = reference.strike(map_TE, probs_TE, num_slots=3, num_ranks=4, policy=policy)
+        assert sent[0, 0, n].tolist() == kept_TE.sum(0).tolist()
+    found = replay(demand_of(trace), [0.4], pool="store", strikes=policy)
+    assert found.configs[0].wire_slots(9) == 4
+    cut = strike(trace, 4, 4, policy)
+    assert 0 < cut.sum() < found.asked.sum()
+    expected = kept_in_stores(cut[0].tolist(), 0.4, num_tokens=9, top_k=3, num_ranks=4)
+    assert kept(found, 0) == [expected]
+    assert replay(demand_of(trace), pool="store", strikes=policy).dropped[-1].sum() == 0
+    with pytest.raises(ValueError, match="strikes must be None for counts without a trace, got"):
+        replay(demand([[[[1]]]], num_tokens=1, top_k=1), [1.0], pool="store", strikes=policy)
 
 
 def test_grid():
@@ -179,6 +221,6 @@ def test_grid():
     ],
 )
 def test_wrong_arguments(arguments, message):
-    asked = demand([[[[1, 0], [0, 1]]]], num_tokens=1, top_k=1)
+    trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1])
     with pytest.raises(ValueError, match=message):
-        replay(asked, **dict(factors=[1.0]) | arguments)
+        replay(demand_of(trace), **dict(factors=[1.0]) | arguments)

@@ -1,132 +1,153 @@
-"""The text for the terminal: tables that say what the replay says, and settings that run."""
+"""The text for the terminal, and the page as a browser sees it: its elements and its numbers."""
 
 import dataclasses
-import subprocess
-from typing import Any
+import re
+from html import unescape
+from pathlib import Path
 
-import numpy as np
 import pytest
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.megatron import PaddedOptions, install, run
-from padded_dispatch.tune.cost import LayerSizes, balanced_drop, kept_bytes
-from padded_dispatch.tune.recommend import Study, Target, percent, study
-from padded_dispatch.tune.report import (
-    bash,
-    factor_table,
-    layer_table,
-    pool_table,
-    python,
-    summary,
-)
-from tests.support.traces import made_up
+from padded_dispatch.tune import plots
+from padded_dispatch.tune.cost import LayerSizes
+from padded_dispatch.tune.demand import demand_of
+from padded_dispatch.tune.recommend import Target, percent, study
+from padded_dispatch.tune.report import Table, factor_table, html, layer_table, pool_table, summary
+from padded_dispatch.tune.settings import blocks
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
 
-ASKED = made_up(num_steps=40, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
+SIZES = TraceSizes(num_steps=40, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
 LAYER = LayerSizes(hidden_size=64, ffn_size=48, num_layers=3)
-STORE = study(ASKED, Target())
-CELLS = dataclasses.replace(STORE, chosen=STORE.answers[0])
-EACH_POOL = pytest.mark.parametrize("found", [CELLS, STORE], ids=["expert", "store"])
 
 
-def rows(table: str) -> list[list[str]]:
-    """Return the cells of a table, its mark in front of them; at least two blanks separate them."""
-    lines = (line.replace("  ", "\t") for line in table.splitlines())
-    cells = [[cell.strip() for cell in line.split("\t") if cell.strip()] for line in lines]
-    return cells
+def studied(*, kind="lognormal", sizes=LAYER, name="zipf <b>", **given):
+    trace = synthetic_trace(kind, SIZES, seed=1)
+    return study(demand_of(trace), Target(), name=name, sizes=sizes, **given)
 
 
-@EACH_POOL
-def test_cells_of_factors(found):
-    replay = found.chosen.replay
-    headers, *lines = rows(factor_table(found.chosen, LAYER))
-    of_cells = replay.pool == "expert"
-    room, *balance = ("slots", "balanced") if of_cells else ("rows",)
-    assert headers == ["factor", room, "dropped", "99 % of steps", *balance, "GiB"]
-    shown = [line[line[0] == ">" :][0].removeprefix("> ") for line in lines]
-    marked = [i for i, line in enumerate(lines) if line[0].startswith(">")]
-    assert [shown[i] for i in marked] == [f"{found.chosen.overall.factor:g}"]
-    for share in (0.3, 0.1, 0.05, 0.01, 0.001, 0.0):
-        smallest = replay.factors[np.flatnonzero(replay.dropped_share <= share)[0]]
-        assert f"{smallest:g}" in shown
-    for factor, line in zip(shown, lines, strict=True):
-        i = [f"{factor:g}" for factor in replay.factors].index(factor)
-        by_step = np.sort(replay.dropped[i].sum(0) / replay.asked.sum(0))
-        expected = [
-            f"{replay.room[i]:,}",
-            percent(replay.dropped[i].sum() / replay.asked.sum()),
-            f"<= {percent(by_step[39])}",
-        ]
-        if of_cells:
-            sizes = dict(num_tokens=64, top_k=2, num_experts=16, capacity=int(replay.room[i]))
-            expected.append(percent(balanced_drop(**sizes)))
-        expected.append(f"{kept_bytes(replay.configs[i], 64, LAYER) / 2**30:.3g}")
-        assert line[-len(expected) :] == expected
-    assert "GiB" not in factor_table(found.chosen)
+@pytest.fixture(scope="module")
+def found():
+    """Cells, with the store beside them."""
+    store = studied()
+    assert store.pool == "store"
+    return dataclasses.replace(store, chosen=store.answers[0])
 
 
-def test_cells_of_pools_and_layers():
-    headers, *lines = rows(pool_table(STORE))
-    assert headers == ["pool", "factor", "dropped", "steps with drops", "drops nothing at"]
-    assert [line[0] for line in lines] == ["expert", ">  store"] or lines[1][0] == ">"
-    for line, answer in zip(lines, STORE.answers, strict=True):
-        pool, factor, dropped, retried, needed = line[-5:]
-        assert (pool, factor) == (answer.replay.pool, f"{answer.overall.factor:g}")
-        assert (dropped, retried) == (percent(answer.overall.dropped), percent(answer.retried))
-        assert answer.replay.needed.max() <= float(needed) < answer.replay.needed.max() + 0.01
-    headers, *lines = rows(layer_table(CELLS.chosen))
-    assert headers[4:] == ["factor", "slots"]
-    for number, (layer, advice) in enumerate(CELLS.chosen.layers.items()):
-        assert lines[number] == [
+def sections(page: str) -> dict[str, str]:
+    """Return the text of the sections by id, with a tab between cells and a line for each row."""
+    found = re.findall(r'<section id="(\w+)">(.*?)</section>', page, re.DOTALL)
+    cells = [(name, re.sub("</t[dh]>(?!</tr>)", "\t", text)) for name, text in found]
+    plain = {name: unescape(re.sub("<[^>]*>", "", text)) for name, text in cells}
+    return {name: text.replace("\N{NO-BREAK SPACE}", " ") for name, text in plain.items()}
+
+
+def rows(table: Table) -> list[str]:
+    return ["\t".join(cells) for cells in (table.headers, *table.rows)]
+
+
+def cells(table: Table, number: int) -> dict[str, str]:
+    return dict(zip(table.headers, table.rows[number], strict=True))
+
+
+def test_cells_of_the_tables(found):
+    table = factor_table(found, found.options, brief=False)
+    assert table.marked is not None
+    option = found.options[table.marked]
+    assert option.factor == found.chosen.overall.factor
+    shown = {
+        "factor": f"{option.factor:g}",
+        "slots": f"{option.room:,}",
+        "dropped": percent(option.dropped),
+        "99 % of steps": f"<= {percent(option.in_most_steps)}",
+        "steps with drops": percent(option.retried),
+        "worst layer": percent(option.worst_layer),
+        "balanced": percent(option.balanced),
+        "GiB": f"{option.kept_bytes / 2**30:.3g}",
+    }
+    assert cells(table, table.marked) == shown
+    brief = factor_table(found, found.options, brief=True)
+    assert brief.headers == ("factor", "slots", "dropped", "99 % of steps", "GiB")
+    bare = dataclasses.replace(found, sizes=None)
+    assert factor_table(bare, bare.options, brief=True).headers[-1] == "99 % of steps"
+    assert "give --hidden-size and --ffn-size" in sections(html(bare, {}))["factors"]
+    table = layer_table(found)
+    for number, (layer, advice) in enumerate(found.chosen.layers.items()):
+        assert table.rows[number] == (
             str(layer),
-            f"{CELLS.chosen.replay.needed_alone[number]:.3g}",
+            f"{found.chosen.replay.needed_alone[number]:.3g}",
             percent(advice.dropped),
             percent(advice.worst),
             f"{advice.factor:g}",
             f"{advice.room:,}",
-        ]
-    assert rows(layer_table(STORE.chosen))[0][-1] == "worst step"
+            f"{advice.halves[0]:g}, {advice.halves[1]:g}",
+        )
 
 
-@EACH_POOL
-def test_the_text_holds_the_answer_its_tables_and_its_settings(found):
-    text = summary(found, LAYER)
+def test_cells_of_pools(found):
+    store = studied()
+    assert (pool_table(found).marked, pool_table(store).marked) == (0, 1)
+    for row, answer in zip(pool_table(found).rows, found.answers, strict=True):
+        pool, factor, dropped, retried, needed = row
+        assert (pool, factor) == (answer.replay.pool, f"{answer.overall.factor:g}")
+        assert (dropped, retried) == (percent(answer.overall.dropped), percent(answer.retried))
+        assert answer.replay.needed.max() <= float(needed) < answer.replay.needed.max() + 0.01
+    table = factor_table(store, store.options, brief=False)
+    assert cells(table, 4)["rows"] == f"{store.options[4].room:,}"
+    assert not {"slots", "balanced"} & {*table.headers}
+    assert layer_table(store).headers[-1] == "worst step" and len(layer_table(store).rows) == 3
+
+
+def test_one_screen(found):
+    text = summary(found, Path("tune.html"))
+    lines = text.splitlines()
+    assert len(lines) <= 32 and max(map(len, lines)) <= 80
     assert " ".join(text.split()).startswith(found.chosen.sentence())
-    assert max(map(len, text.splitlines())) <= 80
-    answer = found.chosen
-    parts = [pool_table(found), factor_table(answer, LAYER), layer_table(answer)]
-    assert all(part in text for part in [*parts, bash(answer), python(answer)])
-    factors = ",".join(f"{layer}:{one.factor:g}" for layer, one in answer.layers.items())
-    assert text.endswith(f"\n--padded-layer-factors {factors}") == (found is CELLS)
-    alone = summary(study(ASKED, Target(), pools=(answer.replay.pool,)))
-    assert "drops nothing at" not in alone and "GiB" not in alone
+    factors = [advice.factor for advice in found.chosen.layers.values()]
+    assert f"Each layer by itself: {min(factors):g} to {max(factors):g}." in text
+    assert str(pool_table(found)) in text
+    assert "(Python\nand YAML: tune.html)" in text or "(Python and" in text
+    assert text.endswith(blocks(found)[0].text)
+    # The smallest factors for some shares, and the recommended one.
+    rows = text.split("GiB")[1].split("\n\n")[0].splitlines()[1:]
+    shown = [float(row.removeprefix(">").split()[0]) for row in rows]
+    for share in (0.1, 0.05, 0.01, 0.001, 0.0):
+        smallest = next(o.factor for o in found.options if o.dropped <= share)
+        assert smallest in shown
+    assert found.chosen.overall.factor in shown and len(shown) <= 7
 
 
-def test_a_warning_is_in_the_text():
-    sizes = dict(num_steps=40, num_layers=1, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
-    young = study(made_up(spread=2.0, drift=True, **sizes), Target(), pools=("expert",))
+def test_a_warning_is_in_the_text_and_on_the_page():
+    drift = synthetic_trace("drift", SIZES, strength=2.0)
+    young = study(demand_of(drift), Target(), name="x", pools=("expert",))
     (warning,) = young.chosen.warnings()
-    assert warning in " ".join(summary(young).split())
+    assert warning in " ".join(summary(young, Path("tune.html")).split())
+    assert warning in sections(html(young, {}))["recommendation"]
+    text = summary(studied(pools=("store",)), Path("x"))
+    assert "steps with drops" not in text and "Each layer by itself" not in text
+    page = sections(html(studied(), {}))
+    assert "layer-factors" not in page["settings"] and "for that layer" not in page["method"]
 
 
-@EACH_POOL
-def test_bash_and_the_launcher_take_the_block_of_megatron_lm(found: Study):
-    """In place of torchrun, a function prints the words that it is given."""
-    script = f"torchrun() {{ printf '%s\\n' \"$@\"; }}\nARGS=(--num-layers 2)\n{bash(found.chosen)}"
-    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
-    start, words = done.stdout.splitlines()[:4], done.stdout.splitlines()[4:]
-    assert start == ["--nproc-per-node", "auto", "-m", "padded_dispatch.megatron.run"]
-    model = ["--num-layers", "2", "--moe-token-dispatcher-type", "padded_alltoall"]
-    rest = [*model, "--moe-expert-capacity-factor", f"{found.chosen.overall.factor:g}"]
-    options = PaddedOptions(capacity_pool=found.chosen.replay.pool)
-    assert run.read(words) == (options, "pretrain_gpt.py", rest)
-
-
-@EACH_POOL
-def test_the_block_of_python_makes_the_config(found: Study):
-    names: dict[str, Any] = {}
-    exec(python(found.chosen), names)
-    model = dict(num_layers=2, hidden_size=8, num_attention_heads=1, num_moe_experts=8)
-    config: Any = TransformerConfig(moe_router_topk=2, **model, **names["moe"])
-    install()
-    assert config.moe_expert_capacity_factor == found.chosen.overall.factor
-    assert config.padded_dispatch == PaddedOptions(capacity_pool=found.chosen.replay.pool)
+def test_the_page_shows_the_recommendation_its_tables_and_its_settings(found):
+    drawn = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
+    page = html(found, drawn)
+    texts = sections(page)
+    order = ["recommendation", "settings", "figures", "factors", "layers", "method"]
+    assert [*texts] == order and all(text.strip() for text in texts.values())
+    assert "Capacity for zipf &lt;b&gt;" in page
+    assert texts["recommendation"].strip().startswith(found.chosen.sentence())
+    whole = factor_table(found, found.options, brief=False)
+    for name, table in ("recommendation", pool_table(found)), ("layers", layer_table(found)):
+        assert all(row in texts[name].splitlines() for row in rows(table))
+    assert whole.marked is not None
+    for row in (0, 1 + whole.marked, -1):
+        assert rows(whole)[row] in texts["factors"].splitlines()
+    rows_of = f"{found.chosen.replay.asked.sum():,} rows of 40 micro-batches in 40 steps"
+    assert rows_of in texts["method"]
+    for per_layer in (False, True):
+        assert all(b.text in texts["settings"] for b in blocks(found, per_layer=per_layer))
+    merged = sections(html(dataclasses.replace(found, layers_of_model=False), {}))
+    assert "figures" not in merged and "layer-factors" not in merged["settings"]
+    # It needs nothing from elsewhere; a heat map is a picture written out.
+    assert not re.search("<(script|link|img|iframe|object|base)", page)
+    sources = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert all(source.startswith(("#", "data:image/png;base64,")) for source in sources)

@@ -1,0 +1,162 @@
+"""Draw the figures of a study: drop by factor, need by step, and load by expert.
+
+Colours are Okabe and Ito's, which people with any colour vision can separate; lines differ in style
+or width as well. Matplotlib is imported when a figure is drawn: it comes with the extra `tune`.
+"""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from padded_dispatch.tune.recommend import Study, percent, smallest_sufficient
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BLACK, GREY, BLUE, ORANGE, GREEN = "#222222", "#888888", "#0072B2", "#D55E00", "#009E73"
+
+_STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 12,
+    "axes.labelcolor": BLACK,
+    "axes.grid": True,
+    "grid.color": "#E6E6E6",
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+    "svg.fonttype": "none",  # Text stays text.
+    "svg.hashsalt": "padded-dispatch",  # The same study gives the same file.
+}
+_LEAST = 1e-6  # The smallest share on an axis: one row in a million.
+
+REMEDY = "run pip install 'matplotlib>=3.9,<4'"
+
+
+def has_matplotlib() -> bool:
+    """Return whether figures can be drawn."""
+    return find_spec("matplotlib") is not None
+
+
+def figures(study: Study) -> dict[str, "Figure"]:
+    """Draw all figures, by name."""
+    with _style():
+        return {name: draw(study) for name, draw in _FIGURES.items()}
+
+
+def svg(figure: "Figure") -> str:
+    """Return the figure as an `<svg>` element without a prolog, for HTML."""
+    text = io.StringIO()
+    with _style():
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(text, format="svg", metadata=nothing)
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def dropped(study: Study) -> "Figure":
+    """Draw the dropped share by factor: every layer, all layers, another pool, and balance."""
+    figure, axes = _figure(4.2)
+    replay, target = study.chosen.replay, study.chosen.target
+    of_layers = replay.dropped.sum(2) / np.maximum(replay.asked.sum(1), 1)  # [factors, layers]
+    for i, of_layer in enumerate(of_layers.T if of_layers.shape[1] > 1 else ()):
+        label = "each layer" if i == 0 else None
+        axes.plot(replay.factors, _visible(of_layer), color=BLUE, alpha=0.35, lw=1, label=label)
+    label = f"all rows, pool {study.pool}"
+    shares = _visible(replay.dropped_share)
+    axes.plot(replay.factors, shares, color=BLACK, lw=2.2, marker="o", ms=3.5, label=label)
+    for other in (answer.replay for answer in study.answers if answer is not study.chosen):
+        label = f"all rows, pool {other.pool}"
+        axes.plot(other.factors, _visible(other.dropped_share), color=GREY, lw=1.8, label=label)
+    if study.pool == "expert":
+        balanced = _visible([option.balanced for option in study.options])
+        label = "perfectly balanced router"
+        axes.plot(replay.factors, balanced, color=GREEN, lw=1.8, ls="--", label=label)
+    if target.drop:
+        axes.axhline(target.drop, color=GREY, lw=1, ls=":", label=f"target: {percent(target.drop)}")
+    _mark(axes.axvline, study)
+    axes.set_yscale("log")
+    axes.set_xlim(0, 1.5 * float(replay.factors[-1]))
+    axes.set_ylim(_LEAST, 1)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share * 100:g} %")
+    axes.set_xlabel("capacity factor (room relative to balance)")
+    axes.set_ylabel("dropped rows")
+    axes.set_title("What each factor drops")
+    figure.legend(loc="outside right upper")
+    return figure
+
+
+def need(study: Study) -> "Figure":
+    """Draw the factor that every step needs, and the recommended one."""
+    figure, axes = _figure(4.0)
+    replay, drop = study.chosen.replay, study.chosen.target.drop
+    factors = replay.factors
+    needed = factors[smallest_sufficient(replay.asked.sum(0), replay.dropped.sum(1), drop)]
+    of_layers = [
+        smallest_sufficient(asked, lost, drop)
+        for asked, lost in zip(replay.asked, replay.dropped.swapaxes(0, 1), strict=True)
+    ]
+    worst, steps = factors[np.stack(of_layers).max(0)], replay.steps
+    if len(of_layers) > 1:
+        axes.plot(steps, worst, color=BLUE, lw=0.8, alpha=0.5, label="layer that needs most")
+    axes.plot(steps, needed, color=BLACK, lw=0, marker=".", ms=4, label="all layers together")
+    _mark(axes.axhline, study)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("capacity factor needed")
+    kept = f"drop at most {percent(drop)}" if drop else "drop nothing"
+    axes.set_title(f"What each step needs to {kept}")
+    axes.set_ylim(0, 1.1 * float(worst.max()))
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+def load(study: Study) -> "Figure":
+    """Draw a heat map of demand, layer by expert, relative to balance."""
+    layers, num_experts = study.demand.layers, study.demand.num_experts
+    demand = study.demand.counts.sum((0, 2), dtype=np.int64)
+    demand = demand / np.maximum(demand.mean(1, keepdims=True), 1)
+    figure, axes = _figure(min(7.0, 1.9 + 0.22 * len(layers)))
+    edges = np.arange(num_experts + 1), np.arange(len(layers) + 1)
+    image = axes.pcolormesh(*edges, demand, cmap="cividis", vmin=0, rasterized=True)
+    axes.grid(visible=False)
+    axes.invert_yaxis()
+    every = max(1, len(layers) // 12)
+    axes.set_yticks(np.arange(len(layers))[::every] + 0.5, [str(n) for n in layers[::every]])
+    axes.set_xlabel("expert")
+    axes.set_ylabel("MoE layer")
+    axes.set_title("Demand by expert")
+    figure.colorbar(image, ax=axes, label="rows, relative to balance", pad=0.02)
+    return figure
+
+
+_FIGURES = {"dropped": dropped, "need": need, "load": load}
+
+
+def _visible(shares: Any) -> Any:
+    """Return shares for a logarithmic axis, NaN (not drawn) where below it."""
+    return np.where(np.asarray(shares) >= _LEAST, shares, np.nan)
+
+
+def _mark(line: Callable[..., Any], study: Study) -> None:
+    factor = study.chosen.overall.factor
+    line(factor, color=ORANGE, lw=2, zorder=1.5, label=f"recommended: {factor:g}")
+
+
+def _figure(height: float) -> tuple["Figure", Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, height), layout="constrained", dpi=144)
+    return figure, figure.subplots()
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        yield

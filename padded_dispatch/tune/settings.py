@@ -1,0 +1,121 @@
+"""Settings to paste: a block for each place that takes them, which runs as it is printed.
+
+Megatron-LM   the launcher takes our flags and leaves the others to the script; the user's own flags
+              stand in the shell array ARGS
+Python        `install()`, and fields of `TransformerConfig`
+YAML          the same fields, those of `PaddedOptions` under `padded_dispatch`
+
+A block leaves evaluation alone: eager evaluation fits its routing and drops nothing, which a factor
+would end. The factor of cells is also right for stock drop-and-pad, whose capacity has the same
+definition.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from padded_dispatch.tune.recommend import Study
+
+NO_LAYERS = (
+    "No settings for each layer: this trace numbers layers within a pipeline stage, which merges "
+    "those of several stages; options number layers in the model."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Settings for one `target`; `about`: what it needs, in words."""
+
+    target: str
+    about: str
+    text: str
+
+
+def blocks(study: Study, *, per_layer: bool = False) -> tuple[Block, ...]:
+    """Return the blocks.
+
+    Args:
+        study: with the recommendation.
+        per_layer: with one factor for each layer, unless layers share a store.
+    """
+    factor = f"{study.chosen.overall.factor:g}"
+    given = options(study, per_layer=per_layer)
+    return (
+        Block(
+            target="Megatron-LM",
+            about="with the flags of your model in the shell array ARGS",
+            text=_megatron_lm(factor, given),
+        ),
+        Block(
+            target="Python",
+            about="before the config is made, which is TransformerConfig(..., **moe)",
+            text=_python(factor, given),
+        ),
+        Block(
+            target="YAML",
+            about="fields of TransformerConfig, and of PaddedOptions under padded_dispatch",
+            text=_yaml(factor, given),
+        ),
+    )
+
+
+def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
+    """Return the fields of `PaddedOptions`; see `blocks`."""
+    given: dict[str, Any] = {"capacity_pool": study.pool}
+    if per_layer and study.pool == "expert":
+        layers = study.chosen.layers.items()
+        given["layer_factors"] = {layer: advice.factor for layer, advice in layers}
+    return given
+
+
+def _megatron_lm(factor: str, given: dict[str, Any]) -> str:
+    """Return a command that starts Megatron-LM's pretrain_gpt.py on all GPUs of a host."""
+    flags = [f"--padded-{name.replace('_', '-')} {_flag(value)}" for name, value in given.items()]
+    lines = [
+        "torchrun --nproc-per-node auto -m padded_dispatch.megatron.run",
+        'pretrain_gpt.py "${ARGS[@]}"',
+        "--moe-token-dispatcher-type padded_alltoall",
+        f"--moe-expert-capacity-factor {factor}",
+        *flags,
+    ]
+    return " \\\n  ".join(lines)
+
+
+def _python(factor: str, given: dict[str, Any]) -> str:
+    """Return statements that install the options and name the fields of the config."""
+    lines = [f"    {name}={_literal(value)}," for name, value in given.items()]
+    return "\n".join(
+        [
+            "from padded_dispatch.megatron import PaddedOptions, install",
+            "",
+            "install(PaddedOptions(",
+            *lines,
+            "))",
+            "moe = dict(",
+            '    moe_token_dispatcher_type="padded_alltoall",',
+            f"    moe_expert_capacity_factor={factor},",
+            ")",
+        ]
+    )
+
+
+def _yaml(factor: str, given: dict[str, Any]) -> str:
+    return "\n".join(
+        [
+            "moe_token_dispatcher_type: padded_alltoall",
+            f"moe_expert_capacity_factor: {factor}",
+            "padded_dispatch:",
+            *(f"  {name}: {_literal(value)}" for name, value in given.items()),
+        ]
+    )
+
+
+def _flag(value: str | dict[int, float]) -> str:
+    if isinstance(value, str):
+        return value
+    return ",".join(f"{number}:{factor:g}" for number, factor in value.items())
+
+
+def _literal(value: str | dict[int, float]) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return "{" + ", ".join(f"{number}: {factor:g}" for number, factor in value.items()) + "}"

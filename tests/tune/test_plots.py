@@ -1,0 +1,63 @@
+"""Figures hold the right numbers and labels with units, and no two runs differ."""
+
+import numpy as np
+import pytest
+
+from padded_dispatch.tune import plots
+from padded_dispatch.tune.demand import demand_of
+from padded_dispatch.tune.recommend import Target, study
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
+
+SIZES = TraceSizes(num_steps=30, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
+
+
+def studied(*, drop=0.02, **given):
+    trace = synthetic_trace("lognormal", SIZES)
+    return study(demand_of(trace), Target(drop=drop), name="x", **given)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return studied()
+
+
+def lines(figure):
+    return {str(line.get_label()): line for line in figure.axes[0].lines}
+
+
+def test_dropped_shows_pools_layers_and_the_target(found):
+    figure = plots.figures(found)["dropped"]
+    drawn = lines(figure)
+    for answer in found.answers:
+        x, y = drawn[f"all rows, pool {answer.replay.pool}"].get_data()
+        shares = answer.replay.dropped_share
+        assert list(x) == answer.replay.factors.tolist()
+        np.testing.assert_array_equal(y[shares >= 1e-6], shares[shares >= 1e-6])
+        assert np.isnan(y[shares < 1e-6]).all()
+    replay = found.chosen.replay
+    first = replay.dropped[:, 0].sum(1) / replay.asked[0].sum()
+    np.testing.assert_array_equal(drawn["each layer"].get_ydata()[:3], first[:3])
+    assert drawn["target: 2 %"].get_ydata()[0] == 0.02
+    factor = found.chosen.overall.factor
+    assert drawn[f"recommended: {factor:g}"].get_xdata()[0] == factor
+    alone = studied(pools=("expert",), drop=0.0)
+    drawn = lines(plots.figures(alone)["dropped"])
+    assert drawn["perfectly balanced router"].get_ydata()[0] == alone.options[0].balanced
+    assert "all rows, pool store" not in drawn
+    assert not any(label.startswith("target") for label in drawn)
+
+
+def test_load_is_relative_to_balance(found):
+    axes = plots.figures(found)["load"].axes[0]
+    (mesh,) = axes.collections
+    values = np.asarray(mesh.get_array()).reshape(3, 16)
+    demand = found.demand.counts[:, 0].sum((0, 1))
+    np.testing.assert_allclose(values[0], demand / demand.mean(), rtol=1e-12)
+    np.testing.assert_allclose(values.mean(1), 1.0, rtol=1e-12)
+
+
+def test_svg_is_text_without_a_prolog_and_always_the_same(found):
+    first, second = (plots.svg(plots.figures(found)["dropped"]) for _ in range(2))
+    assert first == second
+    assert first.startswith("<svg ") and first.rstrip().endswith("</svg>")
+    assert ">dropped rows</text>" in first

@@ -1,0 +1,101 @@
+"""Settings to paste: each block runs as it is printed."""
+
+import ast
+import contextlib
+import subprocess
+from typing import Any
+
+import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from padded_dispatch.megatron import PaddedOptions, install, run
+from padded_dispatch.tune.demand import demand_of
+from padded_dispatch.tune.recommend import Study, Target, study
+from padded_dispatch.tune.settings import blocks, options
+from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
+
+MODEL: dict[str, Any] = dict(
+    num_layers=2,
+    hidden_size=8,
+    num_attention_heads=1,
+    num_moe_experts=8,
+    moe_router_topk=2,
+    moe_aux_loss_coeff=0.0,
+)
+SIZES = TraceSizes(num_steps=30, num_layers=2, num_ranks=2, num_tokens=64, num_experts=8, top_k=2)
+TRACE = synthetic_trace("lognormal", SIZES, seed=1)
+STUDIES = {
+    pool: study(demand_of(TRACE), Target(), name="lognormal", pools=(pool,))
+    for pool in ("expert", "store")
+}
+EACH = pytest.mark.parametrize("per_layer", [False, True])
+EACH_POOL = pytest.mark.parametrize("found", STUDIES.values(), ids=STUDIES)
+
+
+def text_for(target: str, found: Study, per_layer: bool) -> str:
+    texts = {block.target: block.text for block in blocks(found, per_layer=per_layer)}
+    return texts[target]
+
+
+def wanted(found: Study, per_layer: bool) -> tuple[float, PaddedOptions]:
+    given = PaddedOptions(**options(found, per_layer=per_layer))
+    return found.chosen.overall.factor, given
+
+
+def test_options_are_those_of_the_answer():
+    assert options(STUDIES["expert"], per_layer=False) == {"capacity_pool": "expert"}
+    assert options(STUDIES["store"], per_layer=False) == {"capacity_pool": "store"}
+    assert options(STUDIES["store"], per_layer=True) == {"capacity_pool": "store"}
+    layers = STUDIES["expert"].chosen.layers
+    factors = {1: layers[1].factor, 2: layers[2].factor}
+    given = options(STUDIES["expert"], per_layer=True)
+    assert given == {"capacity_pool": "expert", "layer_factors": factors}
+
+
+@EACH
+@EACH_POOL
+def test_bash_and_the_launcher_take_the_block_of_megatron_lm(found, per_layer):
+    """In place of torchrun, a function prints the words that it is given."""
+    text = text_for("Megatron-LM", found, per_layer)
+    script = f"torchrun() {{ printf '%s\\n' \"$@\"; }}\nARGS=(--num-layers 2)\n{text}"
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    start, words = done.stdout.splitlines()[:4], done.stdout.splitlines()[4:]
+    assert start == ["--nproc-per-node", "auto", "-m", "padded_dispatch.megatron.run"]
+    factor, given = wanted(found, per_layer)
+    model = ["--num-layers", "2", "--moe-token-dispatcher-type", "padded_alltoall"]
+    rest = [*model, "--moe-expert-capacity-factor", f"{factor:g}"]
+    assert run.read(words) == (given, "pretrain_gpt.py", rest)
+
+
+def config_of(fields: dict[str, Any]) -> tuple[float | None, PaddedOptions]:
+    config: Any = TransformerConfig(**MODEL | fields)
+    return config.moe_expert_capacity_factor, config.padded_dispatch
+
+
+@EACH
+@EACH_POOL
+def test_the_block_of_python_makes_the_config(found, per_layer):
+    names: dict[str, Any] = {}
+    exec(text_for("Python", found, per_layer), names)
+    assert config_of(names["moe"]) == wanted(found, per_layer)
+
+
+def read_yaml(text: str) -> dict[str, Any]:
+    """Return YAML of two levels, with scalars and flow collections of numbers as values."""
+    top: dict[str, Any] = {}
+    for line in text.splitlines():
+        key, _, words = line.strip().partition(":")
+        value: Any = words.strip()
+        with contextlib.suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(value)
+        level = top["padded_dispatch"] if line.startswith(" ") else top
+        level[key] = {} if value == "" else value
+    return top
+
+
+@EACH
+@EACH_POOL
+def test_the_block_of_yaml_makes_the_config(found, per_layer):
+    fields = read_yaml(text_for("YAML", found, per_layer))
+    install(PaddedOptions(**fields.pop("padded_dispatch", {})))
+    assert config_of(fields) == wanted(found, per_layer)
