@@ -72,7 +72,7 @@ ACTIVATIONS: list[dict[str, Any]] = [
     ids=["none", "one", "wide", "many"],
 )
 def test_activations_are_as_exact_as_torch(counts, width, base, num_sources, shape, biased):
-    """Other rows are NaN, and stay so."""
+    """Other rows are NaN, and stay so. Scaled rows are the same ones, quantized as in plain torch."""
     generator, how = torch.Generator().manual_seed(width), Activation(**shape)
     segments = segments_of(counts, base=base, num_sources=num_sources)
 
@@ -106,39 +106,18 @@ def test_activations_are_as_exact_as_torch(counts, width, base, num_sources, sha
     for got, expected, wanted in zip(found, plain, exact, strict=True):
         as_exact_as_torch(got, expected, wanted)
 
-
-@pytest.mark.parametrize("shape", ACTIVATIONS, ids=str)
-@pytest.mark.parametrize(
-    ("counts", "width", "base"), [([0, 0], 16, 4), ([9, 0, 20, 0], 1040, 3), ([0, 300], 16, 7)]
-)
-def test_scaled_rows_are_those_of_the_activation(counts, width, base, shape):
-    """The rows that it would return, and the gradient that it writes, quantized as plain torch."""
-    generator, how = torch.Generator().manual_seed(width), Activation(**shape)
-    segments, num_rows = segments_of(counts, base=base), sum(counts)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    fc1_width = 2 * width if how.gated else width
-    fc1_nG, grad_NF = draw(num_rows, fc1_width), operand(draw(num_rows, width), segments, False)
-    prob_M, grads = operand(draw(num_rows), segments, True), []
-    hidden = Scaled.empty(segments.num_rows, width, dtype=torch.float32, device=prob_M.device)
-    gradient = Scaled.empty(segments.num_rows, fc1_width, dtype=torch.float32, device=prob_M.device)
-    for scaled in (None, gradient):
-        fc1_MG, grad_prob_N = operand(fc1_nG, segments, True), torch.zeros_like(grad_NF[:, 0])
-        given = fc1_MG, None, prob_M, segments
-        if scaled is not None:
-            assert not activation.activate(*given, **vars(how), scaled=hidden).numel()
-        rows_NF = activation.activate(*given, grad_NF, grad_prob_N, **vars(how), scaled=scaled)
-        grads.append((rows_NF, fc1_MG, grad_prob_N[:num_rows]))
-    (rows_NF, fc1_MG, _), again = grads
+    hidden, gradient = (
+        Scaled.empty(segments.num_rows, columns, dtype=torch.float32, device=grad_NF.device)
+        for columns in (width, fc1_width)
+    )
+    again_MG = operand(fc1_nG, segments, stored=True)
+    inputs = again_MG, *inputs[1:]
+    assert not activation.activate(*inputs, **vars(how), scaled=hidden).numel()
+    rows_NF = activation.activate(*inputs, grad_NF, grad_prob_N, **vars(how), scaled=gradient)
     if DEVICE == "cpu" or how.function != "gelu":  # On a GPU each program rounds erf in its way.
-        equal((real(again[0], segments, False), real(rows_NF, segments, False)))
-        equal((real(again[1], segments, True), real(fc1_MG, segments, True)))
-    for scaled, stored in (
-        (hidden, real(rows_NF, segments, False)),
-        (gradient, real(again[1], segments, True)),
-    ):
-        expected = quantize(stored.cpu())
+        equal((real(rows_NF, segments, False), found[0]))
+        equal((real(again_MG, segments, True), found[1]))
+    for scaled, rows in ((hidden, found[0]), (gradient, real(again_MG, segments, True))):
+        expected = quantize(rows.cpu())
         equal((scaled.scales[:num_rows], expected.scales))
         equal((scaled.values[:num_rows].view(torch.uint8), expected.values.view(torch.uint8)))

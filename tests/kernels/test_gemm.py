@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch.experts.scaled import quantize, widen
+from padded_dispatch.experts.scaled import quantize
 from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP, Scaled, Segments, gemm
 from tests.support.device import DEVICE, equal, here, in_store, operand, real, segments_of
 
@@ -32,6 +32,7 @@ ROWS = pytest.mark.parametrize(
     ids=["some", "one", "all in one", "none", "many"],
 )
 STORED = pytest.mark.parametrize("stored", [True, False], ids=["stored", "loose"])
+KINDS = pytest.mark.parametrize("kind", ["stored", "loose", "e4m3"])
 
 
 def tiled(counts: list[int], tile_rows: int = SMALL.rows, **how: int) -> Segments:
@@ -42,6 +43,25 @@ def tiled(counts: list[int], tile_rows: int = SMALL.rows, **how: int) -> Segment
 def by_expert(rows_nI: Tensor, weight_LOI: Tensor, counts: list[int]) -> Tensor:
     parts = zip(rows_nI.float().split(counts), weight_LOI.float(), strict=True)
     return torch.cat([rows @ weight.T for rows, weight in parts]).to(rows_nI.dtype)
+
+
+def e4m3(rows: Tensor, segments: Segments | None = None) -> Scaled:
+    """Quantize a weight, or the rows of a loose operand."""
+    scaled = quantize(rows.contiguous())
+    values, scales = (
+        here(part) if segments is None else operand(part, segments, stored=False)
+        for part in (scaled.values, scaled.scales)
+    )
+    return Scaled(values=values, scales=scales, dtype=rows.dtype)
+
+
+def operands(
+    kind: str, rows_nI: Tensor, weight_LOI: Tensor, segments: Segments
+) -> tuple[Tensor | Scaled, Tensor | Scaled, Segments]:
+    """Return what a product is given: rows and weights are in e4m3, or rows stored or loose."""
+    if kind == "e4m3":
+        return e4m3(rows_nI, segments), e4m3(weight_LOI), segments
+    return operand(rows_nI, segments, kind == "stored"), here(weight_LOI), segments
 
 
 def padded(rows: list[list[float]]) -> Tensor:
@@ -97,40 +117,38 @@ def test_row_tiles_are_listed_expert_by_expert(counts, num_sources):
 
 
 @ROWS
-@STORED
+@KINDS
 @pytest.mark.parametrize(
     ("transposed", "down"), [(False, False), (False, True), (True, True)], ids=str
 )
 def test_each_expert_has_its_own_matrix(
-    counts, base, num_sources, stored, transposed, down, monkeypatch
+    counts, base, num_sources, kind, transposed, down, monkeypatch
 ):
-    """Small whole numbers, whose sums are exact in any order; other rows are NaN, and stay so.
-
-    One of the two operands with rows lies in a store.
-    """
-    out_stored = not stored
+    """Other rows are NaN, and stay so. One of the two operands with rows lies in a store."""
+    out_stored = kind != "stored"
     monkeypatch.setattr(gemm, "_SMALL_WEIGHT", 0 if down else 2**30)
     segments = tiled(counts, base=base, num_sources=num_sources)
     rows_nI, weight_LOI, expected_nO = whole_numbers(counts, transposed)
-    rows, out = (
-        operand(value, segments, where)
-        for value, where in ((rows_nI, stored), (torch.full_like(expected_nO, 7), out_stored))
-    )
-    given = rows, here(weight_LOI), segments
-    how = {"stored": stored, "out_stored": out_stored, "tiles": SMALL}
+    out = operand(torch.full_like(expected_nO, 7), segments, out_stored)
+    given = operands(kind, rows_nI, weight_LOI, segments)
+    how = {"stored": not out_stored, "out_stored": out_stored, "tiles": SMALL}
     assert gemm.rows_times_weights(*given, out=out, **how) is out
     equal((real(out, segments, out_stored), expected_nO))
     assert int(out.isnan().all(1).sum()) == len(out) - sum(counts)
 
 
 def whole_numbers(counts: list[int], transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, weights, and their product: rows of 24 and 40 elements."""
+    """Return rows, weights, and their product: rows of 80 and 40 elements.
+
+    Small whole numbers, whose sums are exact in any order, times a power of two for each row.
+    """
     generator = torch.Generator().manual_seed(len(counts))
 
     def draw(*shape: int) -> Tensor:
-        return torch.randint(-1, 2, shape, generator=generator).to(DTYPE)
+        rows = torch.randint(-2, 3, shape, generator=generator)
+        return (rows * torch.randint(-3, 4, (*shape[:-1], 1), generator=generator).exp2()).to(DTYPE)
 
-    rows_nI, weight_LOI = draw(sum(counts), 24), draw(len(counts), 40, 24)
+    rows_nI, weight_LOI = draw(sum(counts), 80), draw(len(counts), 40, 80)
     expected_nO = by_expert(rows_nI, weight_LOI, counts)
     if transposed:
         weight_LOI = weight_LOI.transpose(1, 2).contiguous().transpose(1, 2)
@@ -157,10 +175,10 @@ def addresses(buffer_NO: Tensor, places: list[int]) -> list[int]:
 
 
 @ROWS
-@STORED
+@KINDS
 @pytest.mark.parametrize(("transposed", "biased"), [(False, True), (True, False)])
 def test_rows_at_addresses_are_those_of_the_product(
-    counts, base, num_sources, stored, transposed, biased
+    counts, base, num_sources, kind, transposed, biased
 ):
     """In another order, with rows of a buffer between them that are not written."""
     generator = torch.Generator().manual_seed(len(counts))
@@ -169,8 +187,8 @@ def test_rows_at_addresses_are_those_of_the_product(
         return torch.randn(shape, generator=generator).to(DTYPE)
 
     segments = tiled(counts, base=base, num_sources=num_sources)
-    num_rows, width_in, width_out = sum(counts), 24, 40
-    rows, weight_LOI = draw(num_rows, width_in), here(draw(len(counts), width_out, width_in))
+    num_rows, width_in, width_out = sum(counts), 32, 40
+    rows, weight_LOI = draw(num_rows, width_in), draw(len(counts), width_out, width_in)
     if transposed:
         weight_LOI = weight_LOI.transpose(1, 2).contiguous().transpose(1, 2)
     places = 2 * torch.randperm(num_rows, generator=generator)
@@ -179,31 +197,29 @@ def test_rows_at_addresses_are_those_of_the_product(
     buffer_NO = torch.full((2 * num_rows, width_out), 7.0, dtype=DTYPE, device=DEVICE)
     # Addresses of rows that do not exist would crash.
     at_M = here(torch.tensor([0] * base + addresses(buffer_NO, places.tolist()) + [0] * 3))
-    given = operand(rows, segments, stored), weight_LOI, segments
-    bias = {"bias_LO": bias_LO, "prob_M": prob_M}
-    gemm.rows_times_weights(*given, at_M=at_M, stored=stored, **bias, tiles=SMALL)
-    product_NO = gemm.rows_times_weights(*given, stored=stored, **bias, tiles=SMALL)
+    given = operands(kind, rows, weight_LOI, segments)
+    how = {"bias_LO": bias_LO, "prob_M": prob_M, "stored": kind == "stored", "tiles": SMALL}
+    gemm.rows_times_weights(*given, at_M=at_M, **how)
+    product_NO = gemm.rows_times_weights(*given, **how)
     expected_NO = torch.full_like(buffer_NO, 7.0)
     expected_NO[here(places)] = real(product_NO, segments, False)
     equal((buffer_NO, expected_NO))
 
 
 @ROWS
-@STORED
-def test_a_bias_is_added_to_the_rounded_product(counts, base, num_sources, stored):
+@KINDS
+def test_a_bias_is_added_to_the_rounded_product(counts, base, num_sources, kind):
     """2049 is not an fp16, nor 257 a bf16: it rounds down before a bias is added."""
     segments = tiled(counts, base=base, num_sources=num_sources)
-    rows_nI = torch.zeros(sum(counts), 24, dtype=DTYPE)
-    weight_LOI = torch.zeros(len(counts), 40, 24, dtype=DTYPE)
+    rows_nI = torch.zeros(sum(counts), 32, dtype=DTYPE)
+    weight_LOI = torch.zeros(len(counts), 40, 32, dtype=DTYPE)
     big, bias_L = 2 / torch.finfo(DTYPE).eps, 2.0 * torch.arange(len(counts))
     rows_nI[:, 0], rows_nI[:, 1], weight_LOI[..., 0], weight_LOI[..., 1] = big, 1, 1, 1
     bias_LO = bias_L[:, None].expand(-1, 40).contiguous().to(DTYPE)
     prob_n = torch.arange(1.0, sum(counts) + 1) / 2
     out_NO = gemm.rows_times_weights(
-        operand(rows_nI, segments, stored),
-        here(weight_LOI),
-        segments,
-        stored=stored,
+        *operands(kind, rows_nI, weight_LOI, segments),
+        stored=kind == "stored",
         bias_LO=here(bias_LO),
         prob_M=here(in_store(prob_n, base)),
         tiles=SMALL,
@@ -212,52 +228,13 @@ def test_a_bias_is_added_to_the_rounded_product(counts, base, num_sources, store
     equal((real(out_NO, segments, False), expected_n[:, None].expand(-1, 40)))
 
 
-@ROWS
-@pytest.mark.parametrize("at_addresses", [False, True], ids=["loose", "at addresses"])
-def test_scaled_products(counts, base, num_sources, at_addresses):
-    """Rows of small whole numbers, whose sums are exact, times powers of two."""
-    generator = torch.Generator().manual_seed(len(counts))
-
-    def draw(*shape: int) -> Tensor:
-        rows = torch.randint(-4, 5, shape, generator=generator).float()
-        return rows * torch.randint(-3, 4, (*shape[:-1], 1), generator=generator).exp2()
-
-    segments = tiled(counts, base=base, num_sources=num_sources)
-    rows_nI, weight_LOI = draw(sum(counts), 80), draw(len(counts), 40, 80)
-    bias_LO, prob_n = draw(len(counts), 40), draw(sum(counts), 1)[:, 0]
-    rows, weight = quantize(rows_nI), quantize(weight_LOI)
-    assert torch.equal(widen(rows, torch.float32), rows_nI)
-    scaled = Scaled(
-        values=here(in_store(rows.values, 0)), scales=here(in_store(rows.scales, 0)), dtype=DTYPE
-    )
-    given = (
-        scaled,
-        dataclasses.replace(weight, values=here(weight.values), scales=here(weight.scales)),
-    )
-    how = {"bias_LO": here(bias_LO), "prob_M": here(in_store(prob_n, base)), "tiles": SMALL}
-    expected_nO = by_expert(rows_nI, weight_LOI, counts).to(DTYPE).float()
-    expected_nO += prob_n[:, None] * bias_LO.repeat_interleave(torch.tensor(counts), 0)
-    expected_nO = expected_nO.to(DTYPE)
-    if at_addresses:
-        out_NO = torch.zeros(sum(counts) + 1, 40, dtype=DTYPE, device=DEVICE)
-        places = addresses(out_NO, list(range(sum(counts))))
-        at_M = here(torch.tensor([0] * base + places + [0] * 3))
-        gemm.rows_times_weights(*given, segments, at_M=at_M, stored=False, **how)
-    else:
-        out_NO = gemm.rows_times_weights(*given, segments, stored=False, **how)
-    equal((out_NO[: sum(counts)], expected_nO))
-
-
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_a_scaled_row_that_is_not_finite_spoils_itself_alone(value):
     """Likewise a row of a weight: one column of its expert."""
     rows_nI, weight_LOI = torch.ones(70, 32), torch.ones(2, 40, 32)
     rows_nI[3, 5] = weight_LOI[1, 7, 9] = value
-    operands = (
-        Scaled(values=here(one.values), scales=here(one.scales), dtype=DTYPE)
-        for one in (quantize(rows_nI), quantize(weight_LOI))
-    )
-    out_NO = gemm.rows_times_weights(*operands, tiled([60, 10]), stored=False, tiles=SMALL)
+    given = operands("e4m3", rows_nI.to(DTYPE), weight_LOI.to(DTYPE), tiled([60, 10]))
+    out_NO = gemm.rows_times_weights(*given, stored=False, tiles=SMALL)
     found_nO = out_NO[:70].cpu()
     spoiled = torch.zeros(70, 40, dtype=torch.bool)
     spoiled[3] = spoiled[60:, 7] = True

@@ -76,6 +76,7 @@ def test_rows_that_a_plan_finds_beside_loops(width: int, own: int):
     num_sources, num_tokens, top_k, num_experts, base = 3, 5, 3, 4, 11
     generator = torch.Generator().manual_seed(width)
     tokens = torch.randn(num_sources, num_tokens, width, generator=generator).bfloat16()
+    tokens[0, :4, -1] = torch.tensor([0.0, 2.0**-126, torch.inf, -torch.inf])
     # Experts -1 to 5, ascending: 4 and 5 belong to other ranks.
     expert = torch.randint(-1, 6, (num_sources, num_tokens, top_k), generator=generator)
     place, count = torch.zeros_like(expert), torch.zeros(num_experts, num_sources, dtype=torch.long)
@@ -129,15 +130,27 @@ def test_rows_that_a_plan_finds_beside_loops(width: int, own: int):
     same(rows_MD, expected)
     for home in homes:
         home.fill_(NAN)
-    spread_ND = rows.spread_rows(received, own_TD, own, row_SPK, where, addresses(*homes))
+    scaled = Scaled(
+        values=nan(num_rows + 1, width).to(torch.float8_e4m3fn),
+        scales=nan(num_rows + 1),
+        dtype=torch.bfloat16,
+    )
+    given = received, own_TD, own, row_SPK, where, addresses(*homes)
+    spread_ND = rows.spread_rows(*given, scaled=scaled)
+    same(rows.spread_rows(*given), spread_ND)
     same(spread_ND, expected[base : base + num_rows])
+    quantized = quantize(torch.cat([spread_ND.cpu(), nan(1, width).cpu()]))  # And nothing behind.
+    same(scaled.scales, here(quantized.scales))
+    finite = quantized.scales.isfinite()
+    same(scaled.values[finite].float(), here(quantized.values[finite].float()))
+    assert scaled.values[-1].float().isnan().all()
     lost = (row_SPK == -2).flatten(1)
     for s, home in enumerate(homes):
         same((home == 0).all(1), lost[s])
     # The transposes.
     back = rows.sum_rows(spread_ND, row_SPK, offsets=where.offsets, wide=True)
     times = (row_SPK >= 0).sum(2, keepdim=True)
-    same(back, here(tokens.float()) * times)
+    same(back, torch.where(times > 0, here(tokens.float()) * times, 0.0))
     taken = rows.take(prob_M, row_SPK)
     same(taken, torch.where(row_SPK >= 0, here(prob), 0.0))
     same(rows.take(prob_M[base:].contiguous(), row_SPK, where.offsets), taken)
@@ -173,23 +186,3 @@ def test_zero_padding(width: int):
     same((cells == 0).all(1), ~real.flatten())
     same(probs == 0, ~real.flatten())
     assert bool(cells[real.flatten()].isnan().all())
-
-
-@pytest.mark.parametrize("width", [16, 48, 2880])
-def test_spread_rows_are_quantized(width: int):
-    """A token with two rows, one without, and one with inf; memory around them stays NaN."""
-    values = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(width))
-    values[0, 2, 3] = torch.inf
-    scaled = Scaled(
-        values=nan(6, width).to(torch.float8_e4m3fn), scales=nan(6), dtype=torch.float32
-    )
-    row_SPK = ints([[[6, 5], [-1, -2], [7, -1], [8, -1]]])
-    given = here(values), None, -1, row_SPK, segments([5, 6, 9], 2, 6), None
-    out = rows.spread_rows(*given, scaled=scaled)
-    token_N = [0, 0, 2, 3]
-    same(out[:4], here(values[0, token_N]))
-    expected = quantize(values[0, token_N])
-    same(scaled.scales, torch.cat([here(expected.scales), nan(2)]))
-    finite = [0, 1, 3]
-    same(scaled.values[finite].float(), here(expected.values[finite].float()))
-    assert scaled.values[4:].float().isnan().all()
