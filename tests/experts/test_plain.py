@@ -63,8 +63,16 @@ def test_rows_are_given_back_in_reverse_order():
     first = plain.store_offsets(count, Room(limit=9, most=9, share=1, top=top, first=True))
     second = plain.store_offsets(count, Room(limit=9, most=9, share=1, top=top, first=False))
     plain.release(top, first[0], first[2])
-    with pytest.raises(RuntimeError, match="given back before their last use"):
-        plain.release(top, second[0], second[2])
+    for top_2, offsets in ((top, second[0]), (torch.tensor([4, 9]), torch.tensor([2, 3, 5]))):
+        with pytest.raises(RuntimeError, match="given back before their last use"):
+            plain.release(top_2, offsets, second[2])
+
+
+def test_rows_of_choices_of_one_expert():
+    expert_SPK, place_SPK = torch.tensor([[[0, 1]], [[-1, 0]]]), torch.zeros(2, 1, 2, dtype=int)
+    offsets, level = torch.tensor([5, 6, 7]), torch.tensor([9])
+    found = plain.rows_of_choices(expert_SPK, place_SPK, offsets, level, num_experts=1)
+    assert found.tolist() == [[[5, -1]], [[-1, 6]]]
 
 
 @pytest.mark.parametrize("seed", range(20))

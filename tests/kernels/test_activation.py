@@ -72,7 +72,7 @@ ACTIVATIONS: list[dict[str, Any]] = [
     ids=["none", "one", "wide", "many"],
 )
 def test_activations_are_as_exact_as_torch(counts, width, base, num_sources, shape, biased):
-    """Other rows are NaN, and stay so. Scaled rows are the same ones, quantized as in plain torch."""
+    """Other rows are NaN, and stay so. Scaled rows are the same, quantized as in plain torch."""
     generator, how = torch.Generator().manual_seed(width), Activation(**shape)
     segments = segments_of(counts, base=base, num_sources=num_sources)
 
