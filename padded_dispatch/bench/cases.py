@@ -147,7 +147,12 @@ class Case:
     def dispatch_config(self) -> DispatchConfig:
         """Return the cells of stock; C = T where nothing is dropped."""
         factor = NO_DROP if self.capacity_factor is None else self.capacity_factor
-        return self.shape.dispatch_config(factor, self.ep)
+        return DispatchConfig(
+            num_experts=self.shape.num_experts,
+            top_k=self.shape.top_k,
+            capacity_factor=factor,
+            num_ranks=self.ep,
+        )
 
 
 def sweep(

@@ -44,7 +44,8 @@ _ASKS = [
     if (asks := found(f"transformer.cuda_graphs.{name}")) is not None
 ]
 
-# Beside the metrics of MoE layers, what is logged: each has a dict of tensors.
+_MOE = "moe "  # Before the names of their metrics.
+# Beside these, what is logged: each has a dict of tensors.
 _LOGGED = (
     "transformer.multi_token_prediction.MTPLossLoggingHelper",
     "transformer.experimental_attention_variant.dsa.DSAIndexerLossLoggingHelper",
@@ -143,13 +144,17 @@ def training_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream() if shared is None else shared()
 
 
+def _moe_metrics() -> dict[str, Any]:
+    """Return Megatron's MoE metrics by name: dicts, from 0.18 on entries of a tracker."""
+    tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)
+    return moe_utils.get_moe_layer_wise_logging_tracker() if tracker is None else tracker().metrics
+
+
 def clear_moe_metrics() -> None:
     """Zero the MoE metrics since the last report, as Megatron does after a capture."""
-    tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)  # New in 0.18.
-    if tracker is None:
-        moe_utils.clear_aux_losses_tracker()
-    else:
-        tracker().clear()
+    for name, values in logged_tensors().items():
+        if name.startswith(_MOE):
+            values.zero_()
 
 
 def logged_tensors() -> dict[str, Tensor]:
@@ -158,12 +163,10 @@ def logged_tensors() -> dict[str, Tensor]:
     They are values of each layer: MoE metrics such as auxiliary losses, and the losses of
     multi-token prediction and of sparse attention's indexer, where this version has them.
     """
-    tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)  # New in 0.18.
-    if tracker is None:
-        metrics = moe_utils.get_moe_layer_wise_logging_tracker()
-        logged = {f"moe {name}": entry["values"] for name, entry in metrics.items()}
-    else:
-        logged = {f"moe {name}": entry.values for name, entry in tracker().metrics.items()}
+    logged = {
+        f"{_MOE}{name}": entry["values"] if isinstance(entry, dict) else entry.values
+        for name, entry in _moe_metrics().items()
+    }
     for helper in _LOGGED:
         for name, value in getattr(found(helper), "tracker", {}).items():
             if isinstance(value, Tensor):
@@ -185,11 +188,7 @@ def forget_moe_state() -> None:
     cannot set in place.
     """
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    tracker = getattr(moe_utils, "get_moe_metrics_tracker", None)  # New in 0.18.
-    logged = (
-        moe_utils.get_moe_layer_wise_logging_tracker() if tracker is None else tracker().metrics
-    )
-    logged.clear()
+    _moe_metrics().clear()
 
 
 def number_in_model(router: Any) -> int:

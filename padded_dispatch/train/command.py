@@ -77,16 +77,17 @@ def work(runs: list[Settings], titles: list[str]) -> Any:
 
     Consecutive runs with the same layout share Megatron's process groups.
     """
+    from padded_dispatch.exchange.mirror import absent_ranks_named
     from padded_dispatch.megatron.world import world
     from padded_dispatch.train import loop
 
     outcome, left = None, iter(titles)
-    with world(runs[0].layout.device) as device, loop.absent_ranks_named():
+    with world(runs[0].layout.device) as device, absent_ranks_named():
         for layout, same in itertools.groupby(runs, key=lambda settings: settings.layout):
             with loop.model_parallel(layout):
                 for settings in same:
                     loop.show(next(left))
-                    outcome = loop.train_in_groups(settings, device)
+                    outcome = loop.train(settings, device)
                     loop.free_memory(device)
     return outcome
 

@@ -28,7 +28,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from padded_dispatch.exchange.mirror import absent_ranks_named
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
 from padded_dispatch.megatron.megatron_lm import record_routing
@@ -125,12 +124,6 @@ class Trainer:
 
 
 def train(settings: Settings, device: torch.device) -> Outcome:
-    """Train over the default process group. All ranks must call it."""
-    with model_parallel(settings.layout), absent_ranks_named():
-        return train_in_groups(settings, device)
-
-
-def train_in_groups(settings: Settings, device: torch.device) -> Outcome:
     """Train inside `model_parallel` of the same layout. All ranks must call it."""
     with megatron_state(settings):
         meter = Meter(settings, device)

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from padded_dispatch.config import DispatchConfig
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
@@ -13,15 +11,6 @@ class LayerShape:
     num_experts: int
     top_k: int
     ffn_size: int
-
-    def dispatch_config(self, capacity_factor: float, num_ranks: int) -> DispatchConfig:
-        """Return the config of such a layer on `num_ranks` ranks."""
-        return DispatchConfig(
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            capacity_factor=capacity_factor,
-            num_ranks=num_ranks,
-        )
 
 
 SHAPES = {

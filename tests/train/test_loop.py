@@ -56,7 +56,8 @@ def counted_run(flags: str, device: torch.device) -> tuple[Counted, list[float]]
     loop.Trainer.step = step
     try:
         settings = parse(flags.split())
-        with contextlib.redirect_stdout(io.StringIO()):
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        with quiet, loop.model_parallel(settings.layout):
             outcome = loop.train(settings, device)
     finally:
         loop.Trainer.step = step_of_run
@@ -123,7 +124,7 @@ def _train(*runs: str) -> list[Outcome]:
     with megatron_on_cpu(), contextlib.redirect_stdout(io.StringIO()):
         for layout, same in itertools.groupby(every, key=lambda settings: settings.layout):
             with loop.model_parallel(layout):
-                outcomes += [loop.train_in_groups(settings, CPU) for settings in same]
+                outcomes += [loop.train(settings, CPU) for settings in same]
     uninstall()
     return outcomes
 
