@@ -86,7 +86,7 @@ def dispatcher(number: int) -> Example:
 
 
 def kernels(number: int) -> Example:
-    from tests.experts.test_packed import Case, any_dtype, test_a_pass_beside_fp64
+    from tests.experts.test_packed import Case, any_dtype, test_a_pass_beside_the_plain_one
 
     rng = random.Random(number)
     ranks, exchange = rng.choice([1, 1, 2, 2, 3, 4]), rng.choice(["alltoall", "direct"])
@@ -105,7 +105,7 @@ def kernels(number: int) -> Example:
 
     def run() -> None:
         with contextmanager(any_dtype.__wrapped__)():
-            test_a_pass_beside_fp64(case)
+            test_a_pass_beside_the_plain_one(case, scaled=False)
 
     return run, case, [f"R {ranks}", case.exchange, f"factor {case.factor}"]
 
