@@ -1,0 +1,40 @@
+"""`notebooks/rivals.py` compares with fp64, and its rows say what is wrong or missing."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+SPEC: Any = importlib.util.spec_from_file_location(
+    "rivals", Path(__file__).parents[1] / "notebooks" / "rivals.py"
+)
+rivals: Any = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(rivals)
+
+
+class OffByAThousandth(rivals.Torch):
+    def forward(self, *given: Any) -> Any:
+        return super().forward(*given) * 1.001
+
+
+def test_rows_have_errors_or_a_reason(monkeypatch, tmp_path):
+    monkeypatch.setitem(rivals.CONTENDERS, "off", OffByAThousandth)
+    monkeypatch.setattr(rivals.Liger, "module", "not_installed")
+    out = tmp_path / "rivals.json"
+    rivals.main(["--cpu", "--out", str(out), "--only", "torch", "ours", "liger", "off"])
+    (run,) = json.loads(out.read_text())["runs"]
+    assert [row["routing"] for row in run["rows"]] == ["uniform"] * 4 + ["recorded"] * 4
+    for torchs, ours, missing, off in (run["rows"][:4], run["rows"][4:]):
+        names = ["output", "tokens", "prob", "weights"]
+        for row in (torchs, ours):
+            assert max(row["eager"]["errors"][name] for name in names) < 1e-6
+            assert row["eager"]["wrong"] == []
+        assert missing["reason"] == "ModuleNotFoundError(\"No module named 'not_installed'\")"
+        assert off["eager"]["wrong"] == names
+        assert all(0.9e-3 < off["eager"]["errors"][name] < 1.1e-3 for name in names)
+
+
+def test_each_row_has_a_process_and_none_starts_late():
+    case = {"contender": "ours", "model": "tiny", "tokens": 64, "routing": "uniform"}
+    (row,) = rivals.in_processes([case, case], seconds=0)
+    assert case.items() <= row.items() and max(row["eager"]["errors"].values()) < 1e-6
