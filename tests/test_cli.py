@@ -102,7 +102,7 @@ def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
     ("flags", "message"),
     [
         ("train --ep 3", r"--workers must be a multiple of etp \* pp \* ep=3, got 2"),
-        ("tune --synthetic uniform --drop 5", "--drop must be .*, got 5.0; for 5 % set 0.05"),
+        ("tune traces --drop 5", "--drop must be .*, got 5.0; for 5 % set 0.05"),
         ("bench --device cuda", "--device must be cpu where PyTorch sees no GPU, got 'cuda'"),
         (
             "train --seq-length 10000000",

@@ -1,7 +1,5 @@
 """Choose a capacity factor from the routing of a training run: `padded-dispatch tune`.
 
-megatron_trace  reads the traces of Megatron-Core's own tracer
-synthetic       makes traces of pure kinds
 demand          counts the rows that a trace asks for
 replay          replays counts at any factor, exactly: cells, and the store
 cost            bytes of a factor; the drop of a perfectly balanced router

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,27 +10,22 @@ from padded_dispatch.trace import Trace, load_traces
 from padded_dispatch.tune import plots, report
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.demand import demand_of
-from padded_dispatch.tune.megatron_trace import load_megatron_traces
 from padded_dispatch.tune.recommend import Target, study
 from padded_dispatch.tune.replay import POOLS
-from padded_dispatch.tune.synthetic import KINDS, TraceSizes, synthetic_trace
 from padded_dispatch.utils.flags import Parser, errors_name_flags
 from padded_dispatch.utils.results import require_folder
-
-# Sizes of a synthetic trace; flags set the ranks and the experts.
-_STEPS, _LAYERS, _RANKS, _TOKENS, _EXPERTS, _TOP_K = 400, 2, 4, 256, 32, 4
 
 
 def read(argv: list[str]) -> argparse.Namespace:
     """Return the flags of `padded-dispatch tune`; no torch is imported for it."""
     made = Parser(
         prog="padded-dispatch tune",
-        usage="padded-dispatch tune (TRACE ... | --synthetic NAME) [FLAGS]",
+        usage="padded-dispatch tune TRACE ... [FLAGS]",
         description="Choose a capacity factor from traces of a router.",
     )
     add = made.add_argument
-    about = "files or folders of `train --trace`, `--padded-trace` or Megatron's tracer (.jsonl)"
-    add("traces", nargs="*", type=Path, metavar="TRACE", help=about)
+    about = "files or folders of `train --trace` or `--padded-trace`"
+    add("traces", nargs="+", type=Path, metavar="TRACE", help=about)
     add("--report", type=Path, default=Path("tune.html"), help="page for the results")
     about = "largest share of a step's rows that may be dropped; 0.05 is 5 %%"
     add("--drop", type=float, default=Target().drop, help=about)
@@ -50,15 +44,9 @@ def read(argv: list[str]) -> argparse.Namespace:
     add("--store-layers", type=int, metavar="N", help=about)
     about = "count tokens that collectives drop, too; direct stores between GPUs drop none"
     add("--collectives", action="store_true", help=about)
-    about = f"experts, for Megatron's own traces (synthetic ones: {_EXPERTS})"
-    add("--experts", type=int, help=about)
-    about = f"ranks of a group, for Megatron's own traces (synthetic ones: {_RANKS})"
-    add("--ranks", type=int, help=about)
     costs = made.add_argument_group("memory, where both sizes are given").add_argument
     costs("--hidden-size", type=int, help="hidden size of the model")
     costs("--ffn-size", type=int, help="ffn size of an expert")
-    about = f"made-up routing instead of a trace: {', '.join(KINDS)}"
-    add("--synthetic", choices=KINDS, metavar="NAME", help=about)
     return made.parse_args(argv)
 
 
@@ -82,7 +70,7 @@ def _tune(given: argparse.Namespace) -> int:
     sizes = None
     if given.hidden_size is not None:
         sizes = LayerSizes(hidden_size=given.hidden_size, ffn_size=given.ffn_size)
-    trace = _load(given) if given.traces else _synthetic(given)
+    trace = _load(given)
     demand, strikes = demand_of(trace), None
     if given.collectives:
         strikes = "position" if trace.probs_NTK is None else "probs"
@@ -91,13 +79,12 @@ def _tune(given: argparse.Namespace) -> int:
     found = study(
         demand,
         target,
-        name=", ".join(path.name for path in given.traces) or f"{given.synthetic} routing",
+        name=", ".join(path.name for path in given.traces),
         pools=(given.pool,) if given.pool else POOLS,
         etp=given.etp,
         store_layers=given.store_layers,
         strikes=strikes,
         sizes=sizes,
-        layers_of_model=not _are_megatrons(given.traces),
     )
     sys.stdout.write(f"{report.summary(found, given.report)}\n")
     svgs = {}
@@ -112,32 +99,20 @@ def _tune(given: argparse.Namespace) -> int:
 
 def _check_flags(given: argparse.Namespace) -> None:
     """Raise for flags that are wrong by themselves or do not go together."""
-    if bool(given.traces) == (given.synthetic is not None):
-        both = "both" if given.traces else "none"
-        raise ValueError(f"TRACE or --synthetic must be given, got {both}; give one of them")
     for path in given.traces:
         if not path.exists():
             raise ValueError(
                 f"TRACE must be a trace or a folder of traces, got {str(path)!r}, which does not "
                 "exist; record one with padded-dispatch train --trace, or correct the path"
             )
-    if _are_megatrons(given.traces) and None in (given.experts, given.ranks):
-        raise ValueError(
-            "--experts and --ranks must be given for Megatron's traces, which do not hold them; "
-            "give the model's experts and the ranks of its expert-parallel group"
-        )
     if (given.hidden_size is None) != (given.ffn_size is None):
         raise ValueError("--hidden-size and --ffn-size must be given together, got one; give both")
 
 
 def _load(given: argparse.Namespace) -> Trace:
-    """Read files or folders of `train --trace` or of Megatron's tracer, from `--from-step` on."""
+    """Read files or folders, from `--from-step` on."""
     try:
-        if _are_megatrons(given.traces):
-            sizes = {"num_experts": given.experts, "num_ranks": given.ranks}
-            trace = load_megatron_traces(given.traces, **sizes)
-        else:
-            trace = load_traces(given.traces)
+        trace = load_traces(given.traces)
     except OSError as error:
         raise ValueError(
             f"{error.filename} must be a readable trace, got {error.strerror}; give another"
@@ -145,21 +120,3 @@ def _load(given: argparse.Namespace) -> Trace:
     last = int(trace.steps.max())
     require(given.from_step <= last, "from_step", given.from_step, f"be at most the last, {last}")
     return trace.where(trace.steps >= given.from_step)
-
-
-def _are_megatrons(paths: Sequence[Path]) -> bool:
-    return bool(paths) and all(
-        path.suffix == ".jsonl" or any(path.glob("*.jsonl")) for path in paths
-    )
-
-
-def _synthetic(given: argparse.Namespace) -> Trace:
-    sizes = TraceSizes(
-        num_steps=_STEPS,
-        num_layers=_LAYERS,
-        num_ranks=given.ranks or _RANKS,
-        num_tokens=_TOKENS,
-        num_experts=given.experts or _EXPERTS,
-        top_k=_TOP_K,
-    )
-    return synthetic_trace(given.synthetic, sizes)

@@ -227,8 +227,7 @@ class Study:
     """The answers of a trace.
 
     `answers`: one for each kind of pool that was compared; `chosen`: the recommended one. `sizes`:
-    of the layer, None where they are not known. `layers_of_model`: the trace numbers layers as the
-    model does, which settings for each layer need.
+    of the layer, None where they are not known.
     """
 
     name: str
@@ -236,7 +235,6 @@ class Study:
     answers: tuple[Recommendation, ...]
     chosen: Recommendation
     sizes: LayerSizes | None
-    layers_of_model: bool
 
     @property
     def pool(self) -> CapacityPool:
@@ -287,7 +285,6 @@ def study(
     store_layers: int | None = None,
     strikes: Policy | None = None,
     sizes: LayerSizes | None = None,
-    layers_of_model: bool = True,
 ) -> Study:
     """Replay the demand with each kind of pool, and recommend one.
 
@@ -304,7 +301,6 @@ def study(
         store_layers: see `replay`.
         strikes: see `replay`.
         sizes: of the layer, for costs.
-        layers_of_model: see `Study`.
 
     Raises:
         ValueError: names the argument, its value and what to change.
@@ -320,5 +316,4 @@ def study(
         answers=tuple(answers.values()),
         chosen=answers.get(demand.pool, chosen) if demand.pool else chosen,
         sizes=sizes,
-        layers_of_model=layers_of_model,
     )

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from padded_dispatch.tune.recommend import Option, Study, percent
-from padded_dispatch.tune.settings import NO_LAYERS, Block, blocks
+from padded_dispatch.tune.settings import Block, blocks
 
 # A row of the terminal's table is the smallest factor that drops no more than this.
 _SHARES = (0.3, 0.1, 0.05, 0.01, 0.001, 0.0)
@@ -214,9 +214,7 @@ def _answer(study: Study) -> str:
 def _settings(study: Study) -> str:
     parts = ["<p>Each block runs as it is printed.</p>"]
     parts += [_block(block) for block in blocks(study)]
-    if not study.layers_of_model:
-        parts.append(f"<p>{_text(NO_LAYERS)}</p>")
-    elif len(study.chosen.layers) > 1 and study.pool == "expert":
+    if len(study.chosen.layers) > 1 and study.pool == "expert":
         listed = "\n".join(_block(block) for block in blocks(study, per_layer=True))
         summary = "<summary>The same with a factor for each layer</summary>"
         parts.append(f"<details>\n{summary}\n{listed}\n</details>")

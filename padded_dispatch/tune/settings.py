@@ -15,11 +15,6 @@ from typing import Any
 
 from padded_dispatch.tune.recommend import Study
 
-NO_LAYERS = (
-    "No settings for each layer: this trace numbers layers within a pipeline stage, which merges "
-    "those of several stages; options number layers in the model."
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Block:

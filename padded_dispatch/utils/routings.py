@@ -3,7 +3,6 @@
 Sizes, skew and seed determine them.
 """
 
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -49,15 +48,6 @@ def routing_scores(
     elif skew == "same":
         popularity_E[:top_k] = _FAR
     popularity_E[num_experts - num_idle :] = -_FAR
-    return noisy_scores(popularity_E, num_tokens, seed=seed)
-
-
-def noisy_scores(
-    popularity_E: NDArray[np.floating], num_tokens: int, *, seed: int | Sequence[int]
-) -> NDArray[np.float64]:
-    """Return scores [T, E]: the experts' log popularity plus Gumbel noise.
-
-    The K largest of a token are K weighted draws without replacement (the Gumbel top-k trick).
-    """
-    noise_TE = np.random.default_rng(seed).gumbel(size=(num_tokens, len(popularity_E)))
+    # Gumbel noise: the K largest of a token are K weighted draws without replacement.
+    noise_TE = np.random.default_rng(seed).gumbel(size=(num_tokens, num_experts))
     return popularity_E + noise_TE

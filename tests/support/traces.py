@@ -1,4 +1,4 @@
-"""Small traces for tests: odd sizes, many ties, tokens with fewer than K experts."""
+"""Small traces for tests: odd sizes, many ties, missing choices; and made-up routing."""
 
 from pathlib import Path
 
@@ -51,3 +51,47 @@ def save(trace: Trace, path: Path) -> None:
     """Write a trace as one step of a file, which is replaced."""
     with path.open("wb") as file:
         append(trace, file)
+
+
+def synthetic_trace(
+    kind: str,
+    *,
+    num_steps: int,
+    num_layers: int,
+    num_ranks: int,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    strength: float = 1.0,
+    seed: int = 0,
+) -> Trace:
+    """Make a trace of layers from 1 on, whose tokens choose by a popularity of experts.
+
+    Its logarithm is normal with deviation `strength` ("lognormal"), or grows to it ("drift").
+    "balanced": all experts get the same rows, to one.
+    """
+    steps, layers, ranks = (a.flatten() for a in np.indices((num_steps, num_layers, num_ranks)))
+    ids_NTK = np.empty((steps.size, num_tokens, top_k), np.int16)
+    probs_NTK = np.full(ids_NTK.shape, 1 / top_k, np.float32)
+    for n, (step, layer, rank) in enumerate(zip(steps, layers, ranks, strict=True)):
+        if kind == "balanced":
+            turns = np.arange(num_tokens * top_k).reshape(-1, top_k)
+            ids_NTK[n] = turns % num_experts
+            continue
+        popularity_E = strength * np.random.default_rng([seed, layer]).normal(size=num_experts)
+        if kind == "drift":
+            popularity_E *= step / max(1, num_steps - 1)
+        random = np.random.default_rng([seed, step, layer, rank])
+        scores_TE = popularity_E + random.gumbel(size=(num_tokens, num_experts))
+        ids_NTK[n] = np.argpartition(scores_TE, -top_k, axis=1)[:, -top_k:]
+    ids_NTK, probs_NTK = ascending(ids_NTK, probs_NTK)
+    return Trace(
+        num_experts=num_experts,
+        top_k=top_k,
+        num_ranks=num_ranks,
+        steps=steps.astype(np.int64),
+        layers=(layers + 1).astype(np.int32),
+        ranks=ranks.astype(np.int32),
+        ids_NTK=ids_NTK,
+        probs_NTK=probs_NTK,
+    )

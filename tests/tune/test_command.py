@@ -1,6 +1,5 @@
 """The command from its flags to the page that it writes, and its mistakes."""
 
-import json
 import tomllib
 from pathlib import Path
 
@@ -11,11 +10,10 @@ from padded_dispatch.tune import command, plots, report
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import Target, study
-from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
-from tests.support.traces import save
+from tests.support.traces import save, synthetic_trace
 
-SIZES = TraceSizes(num_steps=20, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
-TRACE = synthetic_trace("lognormal", SIZES, seed=5)
+SIZES = dict(num_steps=20, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
+TRACE = synthetic_trace("lognormal", **SIZES, seed=5)
 DEMAND = demand_of(TRACE)
 
 
@@ -51,36 +49,14 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     assert expected in (tmp_path / "t" / "x").read_text()
 
 
-def test_megatrons_own_traces(tune, tmp_path):
-    for n in range(TRACE.num_records):
-        record = {
-            "step": int(TRACE.steps[n]),
-            "stage": "pre_dispatch",
-            "block": "decoder",
-            "layer": int(TRACE.layers[n]),
-            "rank": int(TRACE.ranks[n]),
-            "num_tokens": 40,
-            "topk": 2,
-            "top_indices": TRACE.ids_NTK[n].tolist(),
-        }
-        with (tmp_path / f"router_trace_rank{TRACE.ranks[n]}.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-    printed, page = tune(". --experts 6 --ranks 2")
-    same = study(DEMAND, Target(), name="")  # How many rows are dropped needs no probabilities.
-    assert " ".join(printed.split()).startswith(same.chosen.sentence())
-    assert "No settings for each layer: this trace numbers layers within a pipeline" in page
-
-
-def test_a_synthetic_trace_etp_and_the_first_step(tune, tmp_path):
-    printed, page = tune("--synthetic uniform --ranks 2 --experts 8")
-    assert "in 99 % of the 400 steps traced" in " ".join(printed.split())
-    assert "8 experts, top-4, 2 source ranks of 256 tokens each" in page
+def test_etp_and_the_first_step(tune, tmp_path):
     save(TRACE, tmp_path / "trace.npy")
-    printed, _ = tune("trace.npy --etp 2 --from-step 15 --store-layers 1 --collectives")
+    printed, page = tune("trace.npy --etp 2 --from-step 15 --store-layers 1 --collectives")
     last = TRACE.where(TRACE.steps >= 15)
     given = {"etp": 2, "store_layers": 1, "strikes": "probs"}
     found = study(demand_of(last), Target(), name="trace.npy", **given)
     assert "in 99 % of the 5 steps traced" in found.chosen.sentence()
+    assert "6 experts, top-2, 2 source ranks of 40 tokens each" in page
     assert " ".join(printed.split()).startswith(found.chosen.sentence())
 
 
@@ -100,25 +76,19 @@ def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--synthetic uniform --report /proc/x/y", "--report must be a path in a writable folder"),
-        ("", "TRACE or --synthetic must be given, got none"),
+        ("good.npy --report /proc/x/y", "--report must be a path in a writable folder"),
         ("nowhere.npy", "TRACE must be a trace or a folder of traces, got 'nowhere.npy'"),
         ("broken.npy", "broken.npy: must be a trace, got "),
-        ("--synthetic uniform --steps-share 2", "--steps-share must be a share above 0 and at mo"),
-        ("--synthetic uniform --ffn-size 8", "--hidden-size and --ffn-size must be given together"),
-        ("--synthetic uniform --experts 7", "--experts must be a multiple of num_ranks=4, got 7"),
-        ("router_trace_rank0.jsonl", "--experts and --ranks must be given for Megatron's"),
+        ("good.npy --steps-share 2", "--steps-share must be a share above 0 and at mo"),
+        ("good.npy --ffn-size 8", "--hidden-size and --ffn-size must be given together"),
         ("good.npy --from-step 20", "--from-step must be at most the last, 19, got 20"),
-        ("broken.jsonl --experts 4 --ranks 2", "broken.jsonl, line 1 must be one JSON object"),
-        ("--synthetic uniform --hidden-size 8 --ffn-size 0", "--ffn-size must be at least 1"),
+        ("good.npy --hidden-size 8 --ffn-size 0", "--ffn-size must be at least 1"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, flags, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONWARNINGS", "")
     (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY nothing more")
-    (tmp_path / "broken.jsonl").write_text("nothing")
-    (tmp_path / "router_trace_rank0.jsonl").touch()
     save(TRACE, tmp_path / "good.npy")
     assert cli.main(["tune", *flags.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()

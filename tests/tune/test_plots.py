@@ -6,13 +6,13 @@ import pytest
 from padded_dispatch.tune import plots
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import Target, study
-from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
+from tests.support.traces import synthetic_trace
 
-SIZES = TraceSizes(num_steps=30, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
+SIZES = dict(num_steps=30, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
 
 
 def studied(*, drop=0.02, **given):
-    trace = synthetic_trace("lognormal", SIZES)
+    trace = synthetic_trace("lognormal", **SIZES)
     return study(demand_of(trace), Target(drop=drop), name="x", **given)
 
 

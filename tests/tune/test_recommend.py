@@ -16,7 +16,7 @@ from padded_dispatch.tune.recommend import (
     study,
 )
 from padded_dispatch.tune.replay import POOLS, replay
-from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
+from tests.support.traces import synthetic_trace
 
 T = 20
 FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]  # C = 10 ... 20
@@ -122,10 +122,8 @@ def test_a_step_that_asks_for_no_row_does_not_count():
 
 
 def test_missing_ranks_are_a_warning():
-    sizes = TraceSizes(
-        num_steps=30, num_layers=1, num_ranks=4, num_tokens=16, num_experts=8, top_k=2
-    )
-    trace = synthetic_trace("balanced", sizes)
+    sizes = dict(num_steps=30, num_layers=1, num_ranks=4, num_tokens=16, num_experts=8, top_k=2)
+    trace = synthetic_trace("balanced", **sizes)
 
     def warnings(part):
         return recommend(replay(demand_of(part), [1.0, 2.0]), Target()).warnings()
@@ -139,12 +137,12 @@ def test_missing_ranks_are_a_warning():
     assert warning.startswith("1 of 30 steps of a layer lack some of their 4 ranks, so ")
 
 
-SIZES = TraceSizes(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
+SIZES = dict(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
 LAYER = LayerSizes(hidden_size=64, ffn_size=48)
 
 
 def studied(kind, *, ranks=2, **given):
-    trace = dataclasses.replace(synthetic_trace(kind, SIZES), num_experts=16 + 2 - ranks)
+    trace = dataclasses.replace(synthetic_trace(kind, **SIZES), num_experts=16 + 2 - ranks)
     return study(demand_of(trace), Target(), name="x", **given)
 
 
@@ -157,7 +155,7 @@ def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
     rows = f"with capacity_pool=store (a store of {store.overall.room:,} rows): at most 5 % of rows"
     assert rows in found.chosen.sentence()
     assert {advice.factor for advice in store.layers.values()} == {store.overall.factor}
-    trace = synthetic_trace("lognormal", SIZES)
+    trace = synthetic_trace("lognormal", **SIZES)
     for pool in POOLS:
         of_run = demand_of(dataclasses.replace(trace, capacity_pool=pool))
         assert study(of_run, Target(), name="x").pool == pool

@@ -13,14 +13,14 @@ from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import Target, percent, study
 from padded_dispatch.tune.report import Table, factor_table, html, layer_table, pool_table, summary
 from padded_dispatch.tune.settings import blocks
-from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
+from tests.support.traces import synthetic_trace
 
-SIZES = TraceSizes(num_steps=40, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
+SIZES = dict(num_steps=40, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
 LAYER = LayerSizes(hidden_size=64, ffn_size=48, num_layers=3)
 
 
 def studied(*, kind="lognormal", sizes=LAYER, name="zipf <b>", **given):
-    trace = synthetic_trace(kind, SIZES, seed=1)
+    trace = synthetic_trace(kind, **SIZES, seed=1)
     return study(demand_of(trace), Target(), name=name, sizes=sizes, **given)
 
 
@@ -116,7 +116,7 @@ def test_one_screen(found):
 
 
 def test_a_warning_is_in_the_text_and_on_the_page():
-    drift = synthetic_trace("drift", SIZES, strength=2.0)
+    drift = synthetic_trace("drift", **SIZES, strength=2.0)
     young = study(demand_of(drift), Target(), name="x", pools=("expert",))
     (warning,) = young.chosen.warnings()
     assert warning in " ".join(summary(young, Path("tune.html")).split())
@@ -145,8 +145,7 @@ def test_the_page_shows_the_recommendation_its_tables_and_its_settings(found):
     assert rows_of in texts["method"]
     for per_layer in (False, True):
         assert all(b.text in texts["settings"] for b in blocks(found, per_layer=per_layer))
-    merged = sections(html(dataclasses.replace(found, layers_of_model=False), {}))
-    assert "figures" not in merged and "layer-factors" not in merged["settings"]
+    assert "figures" not in sections(html(found, {}))
     # It needs nothing from elsewhere; a heat map is a picture written out.
     assert not re.search("<(script|link|img|iframe|object|base)", page)
     sources = re.findall(r'(?:src|href)="([^"]*)"', page)

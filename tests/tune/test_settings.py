@@ -12,7 +12,7 @@ from padded_dispatch.megatron import PaddedOptions, install, run
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import Study, Target, study
 from padded_dispatch.tune.settings import blocks, options
-from padded_dispatch.tune.synthetic import TraceSizes, synthetic_trace
+from tests.support.traces import synthetic_trace
 
 MODEL: dict[str, Any] = dict(
     num_layers=2,
@@ -22,8 +22,8 @@ MODEL: dict[str, Any] = dict(
     moe_router_topk=2,
     moe_aux_loss_coeff=0.0,
 )
-SIZES = TraceSizes(num_steps=30, num_layers=2, num_ranks=2, num_tokens=64, num_experts=8, top_k=2)
-TRACE = synthetic_trace("lognormal", SIZES, seed=1)
+SIZES = dict(num_steps=30, num_layers=2, num_ranks=2, num_tokens=64, num_experts=8, top_k=2)
+TRACE = synthetic_trace("lognormal", **SIZES, seed=1)
 STUDIES = {
     pool: study(demand_of(TRACE), Target(), name="lognormal", pools=(pool,))
     for pool in ("expert", "store")
