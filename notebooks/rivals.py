@@ -224,14 +224,14 @@ def timed(run: Callable[[], object]) -> Row:
 
 
 def measured(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
-    """Yield more and more of a row; `wait` comes between the imports and the use of the device."""
+    """Yield more and more of a row; `wait` comes between what can go beside others and the work."""
     kind = CONTENDERS[case["contender"]]
     importlib.import_module(kind.module)
     found = distributions(name=kind.package)  # none if it is run from its sources
     yield (row := case | {"version": next((one.version for one in found), None)})
-    wait()
     if torch.cuda.is_available():
         torch.cuda.set_stream(torch.cuda.Stream())  # A capture must not meet the default stream.
+    wait()
     contender = kind(given := draw(case))
     tokens, prob = given.tokens_TD.requires_grad_(), given.prob_TK.requires_grad_()
     leaves = [tokens, prob, *contender.weights]
@@ -273,7 +273,7 @@ def rows_of(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
 
 
 def in_processes(cases: list[Row], seconds: float) -> Iterator[Row]:
-    """Yield the row of each case from its own process; the next one imports meanwhile."""
+    """Yield the row of each case from its own process; the next one starts meanwhile."""
     start = partial(subprocess.Popen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     commands = [[sys.executable, __file__, "--row", json.dumps(case)] for case in cases]
     begin, following = time.monotonic(), start(commands[0])
