@@ -265,6 +265,14 @@ def test_recompute_frees_what_the_first_pass_kept(monkeypatch):
         assert torch.equal(found[1][name], value), name
 
 
+def test_sizes_that_products_need(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gemm, "check_on_gpu", lambda *given: asked.append(given[2]))
+    for scaled in (False, True):
+        trained(Case(scaled=scaled), packed.run, torch.float32)
+    assert asked == [8, 16]
+
+
 def test_backward_runs_once():
     case = Case()
     model = Model(case, torch.float32)

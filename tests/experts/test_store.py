@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig
+from padded_dispatch.experts import store as module
 from padded_dispatch.experts.store import Buffers, Room, Store, fitting, scratch
 
 COUNT = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
@@ -45,6 +46,7 @@ def test_most_rows_of_a_pass_are_five_shares_or_the_store():
     store = Store()
     store.add(lambda: one)
     assert store.take([0], 10, COUNT).most == 100  # Not 32 * 10 * 2.
+    assert scratch(one, 10, COUNT).limit == 100
 
 
 def test_a_pass_uses_one_stack():
@@ -128,6 +130,16 @@ def test_scratch_and_fitting():
     room = fitting(COUNT)
     assert (room.top, room.stack, room.limit, room.most) == (None, None, 6, 6)
     assert fitting(COUNT * 0).limit == 1
+
+
+def test_a_capture_prefers_stacks_of_captures(monkeypatch):
+    store, stacks = make_store(1), []
+    for captures in (True, False, True):
+        monkeypatch.setattr(module, "is_capturing", lambda captures=captures: captures)
+        room = take(store, 0)
+        stacks.append(room.stack)
+        room.close()
+    assert stacks[0] is stacks[2] is not stacks[1]
 
 
 def test_release_frees_what_has_no_rows():

@@ -57,6 +57,18 @@ def test_a_layer_asks_whether_its_pipeline_would_mix_passes_up(monkeypatch):
         tiny.padded_layer()
 
 
+def test_the_first_training_pass_asks_whether_gradients_arrive(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "padded_dispatch.megatron.dispatcher.require_gradients_arrive",
+        lambda *given: asked.append(given),
+    )
+    made = tiny.padded_layer()
+    for mode, times in ((False, 0), (True, 1), (True, 1)):
+        made.train(mode)(torch.randn(3, 2, tiny.HIDDEN))
+        assert asked == [(made.experts, made.config)] * times
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_what_evaluation_drops_is_named_once(caplog, monkeypatch, captured):
     log_once.cache_clear()

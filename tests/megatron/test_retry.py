@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer.module import GraphableMegatronModule
 
 from padded_dispatch.megatron import PaddedOptions, Retry, Telemetry, retry
@@ -323,6 +324,14 @@ def test_memory_that_is_written_later_does_not_matter(reuses):
         of_nested = nested["bounds"].ends, nested.more
         found = one["ids"], pair.ids, queue[0], *of_nested, both.more, both["ids"]
         assert torch.cat([*found, torch.from_numpy(array)]).tolist() == values(number).tolist()
+
+
+def test_a_step_without_its_graph_has_batches_as_megatrons_wrapper_reads_them():
+    wrapper: Any = object.__new__(FullCudaGraphWrapper)
+    wrapper.data_read = lambda *given: given
+    wrapper.forward_backward_func = lambda **given: given
+    given = {"data_iterator": 1, "model": 2, "num_microbatches": 3}
+    assert retry.uncaptured(wrapper)(**given) == given | {"data_iterator": (1, 2, True, 3)}
 
 
 def test_groups_are_kept_and_what_cannot_be_copied_is_refused():
