@@ -1,31 +1,15 @@
-"""The rule of the store on the device; `tests/experts/test_plain.py` has the oracle beside it."""
+"""The rule of the store on the device; `tests/experts/test_plain.py` has an example, and more."""
 
 import dataclasses
 
 import pytest
-import torch
-from torch import Tensor
 
 from padded_dispatch.kernels import layout
-from tests.support.device import DEVICE
-
-
-def ints(values: object) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def test_lay_out_example():
-    top = ints([4, 4])
-    found = layout.lay_out(ints([[3, 1], [2, 0]]), top, first=False, limit=8, most=9, later=3)
-    assert found.offsets.tolist() == [4, 5, 6, 7, 7]
-    assert found.level.item() == 1
-    assert top.tolist() == [7, 10]
-    layout.release(top, found)
-    assert top.tolist() == [4, 4]
+from tests.support.device import DEVICE, ints
 
 
 def test_lay_out_without_a_stack():
-    found = layout.lay_out(ints([[3], [2]]), None, first=True, limit=4, most=4, later=0)
+    found = layout.lay_out(ints([3], [2]), None, first=True, limit=4, most=4, later=0)
     assert found.offsets.tolist() == [0, 2, 4]
     assert found.level.item() == 2
 
@@ -36,8 +20,8 @@ def test_rows_that_were_given_back_fail(monkeypatch: pytest.MonkeyPatch):
 
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, debug=True))
-    top = ints([3, 3])
-    found = layout.lay_out(ints([[2]]), top, first=False, limit=9, most=9, later=0)
+    top = ints(3, 3)
+    found = layout.lay_out(ints([2]), top, first=False, limit=9, most=9, later=0)
     layout.release(top, found)
     with pytest.raises(Exception, match="given back"):
         layout.release(top, found)
