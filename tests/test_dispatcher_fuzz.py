@@ -1,17 +1,91 @@
-"""The fuzzer of the dispatcher: some of its examples, and that it finds mistakes."""
+"""Random cases of the dispatcher beside the oracle, which shares no code with it.
 
+    python -m tests.test_dispatcher_fuzz 0 2000
+
+checks the cases from 0 to 2,000. One is a forward and backward pass of all ranks through one to
+three layers: a store, cells that our experts read, or padded ones; any policy, capacity factor,
+alignment and activation; with or without recompute; padding tokens; no row, one, an odd number. One
+process holds all ranks, as threads with real collectives. Unused memory is NaN.
+`tests/support/reference.py` says what must come out. Each case has the seed of its number.
+"""
+
+import math
+import random
+import sys
 from collections import Counter
 
 import pytest
+import torch
 
+from padded_dispatch import Activation, DispatchConfig
 from padded_dispatch.experts import padded, plain
 from padded_dispatch.routing import select
-from tests import fuzz
+from tests import conftest  # noqa: F401  # It sets up the interpreter.
+from tests.support.whole_layers import ROUTINGS, Case, check, make_case
+
+FACTORS = 0.2, 0.4, 0.5, 0.7, 1.0, 1.25, 2.0, 4.0, math.inf, "fit"
+# One rank is the cheapest world; expert tensor parallelism doubles the sources.
+WORLDS = [(1, 1)] * 4 + [(2, 1), (1, 2), (3, 1), (2, 2), (5, 1), (8, 1)]
+ACTIVATIONS = (
+    Activation(),
+    Activation(function="gelu", clamp=0.5),
+    Activation(function="quick_gelu", clamp=0.8, offset=1.0),
+    Activation(function="squared_relu", gated=False),
+)
+
+
+def draw(number: int) -> tuple[Case, str, str]:
+    """Draw a case, its pool, and how it is recomputed."""
+    rng = random.Random(number)
+    num_ranks, etp_size = rng.choice(WORLDS)
+    num_experts = num_ranks * rng.randint(1, 4)
+    pool = rng.choice(["store", "store", "expert", "padded"])
+    config = DispatchConfig(
+        num_experts=num_experts,
+        top_k=rng.randint(1, min(3, num_experts)),
+        capacity_factor=rng.choice(FACTORS),  # pyright: ignore
+        alignment=rng.choice([1, 1, 3, 4]),
+        capacity_pool="store" if pool == "store" else "expert",
+        policy=rng.choice(["probs", "position"]),
+        num_ranks=num_ranks,
+        etp_size=etp_size,
+    )
+    case = make_case(
+        config,
+        rng.choices(ROUTINGS, k=rng.randint(1, 3)),
+        num_tokens=rng.choice([1, 2, 3, 4, 5, 6, 7, 9, 13]),
+        hidden=rng.randint(1, 4),
+        ffn=rng.randint(1, 3),
+        activation=rng.choice(ACTIVATIONS),
+        biased=rng.random() < 0.5,
+        seed=number,
+    )
+    return case, pool, rng.choice(["", "", "", "reentrant", "other"])
+
+
+def fuzz(first: int, num_examples: int, seen: Counter[str]) -> tuple[int, str | None]:
+    """Check examples until one fails.
+
+    Returns:
+        How many examples ran, and the failure, if there was one; `seen` counts what they were.
+    """
+    for number in range(first, first + num_examples):
+        case, pool, recompute = draw(number)
+        config = case.config
+        try:
+            check(case, pool, recompute)
+        except Exception as error:
+            cause = error.__cause__ or error
+            given = f"{config}, {pool}, {recompute}, {case.tokens_STD.shape}"
+            return number - first + 1, f"{type(cause).__name__}: {cause}; example {number}: {given}"
+        seen.update([pool, config.policy, f"factor {config.capacity_factor}"])
+        seen.update([f"{len(case.layers)} layers", f"R {config.num_ranks}, S {config.num_sources}"])
+    return num_examples, None
 
 
 def test_some_examples():
     seen: Counter[str] = Counter()
-    assert fuzz.fuzz(20261123, 60, seen) == (60, None)
+    assert fuzz(20261123, 60, seen) == (60, None)
     assert {"store", "expert", "padded", "probs", "position", "factor fit"} <= seen.keys()
 
 
@@ -32,15 +106,20 @@ def twice(rows, *given):
         (select, "kept_map_in_torch", lambda asked_TE, *_: (asked_TE, asked_TE.sum(0))),
         (plain, "rows_of_choices", one_more_row),
         (plain, "release", lambda top, offsets, before: None),
-        (
-            padded,
-            "add",
-            lambda rows, slot, sources, slots: plain.add(2 * rows, slot, sources, slots),
-        ),
+        (padded, "add", twice),
     ],
 )
 def test_a_mistake_is_found(monkeypatch, module, name, wrong):
     monkeypatch.setattr(module, name, wrong)
-    ran, failure = fuzz.fuzz(1, 300, Counter())
+    ran, failure = fuzz(1, 300, Counter())
     assert ran <= 300 and failure is not None
     assert "DispatchConfig(" in failure
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    first, end = map(int, sys.argv[1:])
+    counts: Counter[str] = Counter()
+    num_checked, problem = fuzz(first, end - first, counts)
+    sys.stdout.write(f"{num_checked} cases: {dict(sorted(counts.items()))}\n")
+    raise SystemExit(problem)

@@ -40,10 +40,3 @@ def test_package_and_pages_are_in_plain_english():
         for path, text in ((path, path.read_text()) for path in (*PACKAGE, *PAGES))
     }
     assert {path: words for path, words in found.items() if words} == {}, "see AVOID"
-
-
-def test_these_tests_can_fail():
-    source = '# One rank\n# knows of it, but\nf("x is not "\n  "possible")  # nobody'
-    assert words_to_avoid(source) == ["rank knows", "is not possible", "nobody"]
-    assert FIRST_WORD.findall('"""Of both."""\n"""Those"""\n"""Whoever."""') == ["Of", "Those"]
-    assert words_to_avoid("Ranks send, receive and compare; nothing is impossible.") == []

@@ -16,7 +16,7 @@ from megatron.core import package_info
 
 from padded_dispatch.megatron import PaddedOptions
 from tests.support.direct_parity import Layer, eager_differs, replay_differs
-from tests.support.generation import GenerationCase, drops, generates_as_stock
+from tests.support.generation import GenerationCase, generates_as_stock
 from tests.support.layer_parity import LayerCase, layer_agrees
 from tests.support.training import (
     EAGER_STEPS,
@@ -39,7 +39,6 @@ WAITS = "replays do not wait"
 LAYER = "a layer is at parity with stock"
 ROOM = "rows in room for all layers equal rows in room of their own"
 TEXT = "text generation equals stock"
-DROPS = "text generation that drops is found"
 DIRECT = "direct stores equal an oracle"
 REPLAYS = "1,000 replays of direct stores equal an oracle"
 
@@ -468,8 +467,6 @@ def _generating() -> Iterator[Row]:
         if ranks > 1:
             uneven = dataclasses.replace(case, uneven=True)
             yield Row(check=TEXT, name=f"{name}, other T per rank", case=uneven, **how)
-    dropping = GenerationCase(ranks=2, experts="packed", eval_factor=0.5)
-    yield Row(check=DROPS, name="packed", run=drops, case=dropping, ranks=2, gpu=_TEXT)
 
 
 def _at_parity() -> Iterator[Row]:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.gpu import __main__ as program
-from tests.gpu.table import EAGER, RETRY, Row, table
+from tests.gpu.table import EAGER, Row, table
 from tests.support import rows
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.parity import Errors, compare
 from tests.support.pool import WorkerPool
 from tests.support.rows import Findings, found_by
-from tests.support.training import Model, Training, bits, digest, same_bits, ways_agree
+from tests.support.training import Model, digest, same_bits, ways_agree
 
 TABLE = {(row.check, row.name): row for row in table()}
 
@@ -88,28 +88,6 @@ def test_a_replay_that_is_not_eager_is_found(pool1):
     row = TABLE[EAGER, "EP1, helper graphs"]
     (found,) = pool1.run(_with_a_stale_replay, *row.on("cpu"))
     assert any(name.startswith("graphs: the gradient of") for name in found.differing)
-
-
-def _with_another_gradient(model: Model, ways: dict[str, Any]) -> Findings:
-    """Change the last bit of one gradient of each repeated step."""
-    passes = Training.passes
-
-    def changed(training: Training, *args: Any, **kwargs: Any) -> Any:
-        reports = passes(training, *args, **kwargs)
-        if training.retry is not None:
-            *_, (_, parameter) = training._parameters()
-            bits(parameter.main_grad)[4] ^= 1
-        return reports
-
-    with patch.object(Training, "passes", changed):
-        return ways_agree(model, ways)
-
-
-def test_a_bit_of_a_repeated_step_is_found(pool1):
-    row = TABLE[RETRY, "one microbatch"]
-    (found,) = pool1.run(_with_another_gradient, *row.on("cpu"))
-    first = [name for name in found.differing if "the gradient of" in name]
-    assert first and all(name.startswith("repeated: ") for name in found.differing)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])

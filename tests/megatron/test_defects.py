@@ -443,10 +443,7 @@ def test_d20_padding_for_quantization_is_replaced(monkeypatch, request):
     do not change.
     """
     monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *args, **kwargs: True)
-    settings = {
-        "fp8": "hybrid",
-        **layer_graphs("moe_router", "moe_preprocess"),
-    }
+    settings = {"fp8": "hybrid", **layer_graphs("moe_router", "moe_preprocess")}
     with pytest.raises(AssertionError, match="moe_preprocess cuda graph is not supported"):
         tiny.config("alltoall", moe_router_padding_for_fp8=True, **settings)
     tiny.config("alltoall", moe_router_padding_for_quantization=True, **settings)

@@ -65,7 +65,7 @@ for _number in (signal.SIGINT, signal.SIGTERM):
 class GenerationCase:
     """A model, its requests, and how it generates.
 
-    `experts`: the option. `eval_factor`: the option; None drops nothing.
+    `experts`: the option.
     `prompts`: lengths of a rank's prompts, the longest and the shortest first.
     `uneven`: ranks after the first have two requests only.
     `new_tokens`: tokens that each request generates.
@@ -74,7 +74,6 @@ class GenerationCase:
     device: str = "cpu"
     ranks: int = 1
     experts: Experts = "module"
-    eval_factor: float | None = None
     uneven: bool = False
     prompts: tuple[int, ...] = (9, 5, 7)
     new_tokens: int = 5
@@ -169,8 +168,7 @@ def gpt(
         bf16=dtype == torch.bfloat16,
     )
     if padded:
-        options = PaddedOptions(experts=case.experts, eval_factor=case.eval_factor)
-        config.padded_dispatch = options
+        config.padded_dispatch = PaddedOptions(experts=case.experts)
     experts = {"num_experts": case.num_experts, "moe_grouped_gemm": case.on_gpu}
     spec = get_gpt_layer_local_spec
     if case.on_gpu:
@@ -263,7 +261,7 @@ def generates_as_stock(case: GenerationCase) -> Findings:
             "chosen": dispatchers[0].chosen,
         }
         broken = []
-        if dropped and case.eval_factor is None:
+        if dropped:
             broken.append(f"{dropped} rows were dropped")
         if not error <= limit:
             broken.append(f"logits are off by {error}, above {limit}")
@@ -272,14 +270,6 @@ def generates_as_stock(case: GenerationCase) -> Findings:
         del model, dispatchers, counts
         gc.collect()
         return Findings(facts=facts, broken=tuple(broken))
-
-
-def drops(case: GenerationCase) -> Findings:
-    """Show that the comparison fails for a case whose `eval_factor` drops rows."""
-    found = generates_as_stock(case)
-    if found.facts["dropped"] and found.broken:
-        return Findings(facts=found.facts)
-    return Findings(facts=found.facts, broken=("rows that are dropped were not found",))
 
 
 def _with_lists(all_to_all: Callable[..., Any]) -> Callable[..., Any]:

@@ -327,7 +327,9 @@ def world(*models: Model) -> Iterator[None]:
         if model.on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_stream(training_stream())
-            stack.callback(_forget_scales)
+            # Transformer Engine has a list of scales, and a flag that replays read.
+            engine = importlib.import_module("transformer_engine.pytorch.fp8")
+            stack.callback(engine.FP8GlobalStateManager.reset)
         stack.enter_context(megatron(model.device, **sizes))
         patches = stack.enter_context(Patches())
         _let_combined_schedule_run(patches, on_gpu=model.on_gpu)
@@ -356,11 +358,6 @@ def _let_combined_schedule_run(patches: Patches, *, on_gpu: bool) -> None:
         patches.set(transformer_config, "is_te_min_version", lambda version: True)
     # Without Apex, Megatron's own linears cannot add to `main_grad`; those of TE can.
     patches.set(layers, "_grad_accum_fusion_available", True)
-
-
-def _forget_scales() -> None:
-    """Forget Transformer Engine's list of scales, and its flag that replays read."""
-    importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager.reset()
 
 
 class Training:
