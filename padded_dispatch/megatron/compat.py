@@ -223,6 +223,8 @@ class SharedExpertOverlap:
         """Start the shared experts on the layer's input, [S, B, D]."""
         self._enter("IDLE")
         self._shared.pre_forward_comm(tokens)
+        if is_capturing():  # A capture that ends here must have joined all its streams.
+            torch.cuda.current_stream().wait_stream(self._shared.stream)
 
     def wait(self) -> None:
         """Let the shared experts' stream wait for the current one (0.18 and later)."""

@@ -4,7 +4,8 @@
 
 Runs all rows of `tests.gpu.table` that the machine has GPUs for, and loses a rank amid replays of
 direct stores. The results file is complete after every row; a row that fails or times out does not
-end the run. `--only TEXT` runs rows with this text in their check or name. `--cpu N` runs the rows
+end the run. `--only TEXT` runs rows with this text in their check or name. `--ranks N` lets ranks
+share GPUs where there are fewer: NCCL must be 2.30 or newer (LD_PRELOAD). `--cpu N` runs the rows
 that a CPU can, on N processes over gloo, in small sizes.
 """
 
@@ -26,10 +27,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_results(parser)
     parser.add_argument("--only", action="append", default=[], metavar="TEXT")
+    parser.add_argument("--ranks", type=int, metavar="N", help="the most ranks, on any GPUs")
     parser.add_argument("--cpu", type=int, metavar="N", help="use N processes without GPUs")
     arguments = parse(parser)
     num_gpus = 0 if arguments.cpu else torch.cuda.device_count()
-    num_ranks = arguments.cpu or num_gpus
+    num_ranks = arguments.cpu or (num_gpus and arguments.ranks) or num_gpus
     if not num_ranks:
         parser.error("this program needs a GPU, got none; set --cpu N to run without")
 
@@ -49,9 +51,9 @@ def main() -> int:
         given = row.on(device)
         rows.add({**fields(row, given[0]), **found_by(pool, row.run, *given)})
     pool.end()
-    for how in HOW if num_gpus > 1 else ():
+    for how in HOW if num_gpus and num_ranks > 1 else ():
         if wanted(f"a rank {how}"):
-            rows.add(lost_rank(num_gpus, how))
+            rows.add(lost_rank(num_ranks, how))
     return rows.exit_code()
 
 

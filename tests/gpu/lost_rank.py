@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from padded_dispatch.utils.launch import torchrun_env
 from tests.support.direct_parity import Layer, captured, make_inputs, my_gpu, step
+from tests.support.pool import worker_env
 
 HOW = "dies", "stalls"
 START_S = 180.0  # imports of all ranks, and the capture
@@ -37,7 +37,7 @@ def lost_rank(num_ranks: int, how: str) -> dict[str, Any]:
         processes = [
             spawn.Process(
                 target=_replay_for_ever,
-                args=(how, torchrun_env(rank, num_ranks, store.port), str(log), left),
+                args=(how, worker_env(rank, num_ranks, store.port), str(log), left),
                 daemon=True,
             )
             for rank, log in enumerate(logs)

@@ -160,7 +160,7 @@ class _Workers:
         with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
             for rank in range(num_workers):
                 ours, theirs = _context.Pipe()
-                env = torchrun_env(rank, num_workers, self._store.port)
+                env = worker_env(rank, num_workers, self._store.port)
                 process = _context.Process(target=_serve, args=(theirs, env), daemon=True)
                 process.start()
                 theirs.close()  # Otherwise the pipe would outlive the worker.
@@ -207,6 +207,12 @@ class _Workers:
             process.kill()
         for process in self.processes:
             process.join()
+
+
+def worker_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
+    """Return what torchrun would set for a worker; workers share GPUs if there are too few."""
+    local_rank = rank % (torch.cuda.device_count() or num_workers)
+    return torchrun_env(rank, num_workers, port) | {"LOCAL_RANK": str(local_rank)}
 
 
 def _serve(pipe: Connection, env: dict[str, str]) -> None:

@@ -24,6 +24,9 @@ ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     # Direct stores do not need multicast, which some hosts offer to some GPUs only.
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # Ranks may share a GPU: NCCL 2.30 or newer, and direct stores.
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
 
 
