@@ -6,13 +6,15 @@
 Rows and fc1's results lie in the store until backward; fc2's input is computed again there, in the
 pass that computes the activation's gradient, which overwrites fc1's results. So backward runs once
 per forward pass, and what a pass keeps is n * (D + G) elements. Products in e4m3 read rows that are
-quantized where they are made, and kept for that product only: see `_Operands`.
+quantized where they are made, and kept for that product only.
 
 Pushes and returns alternate (`exchange.direct` says why), so backward always brings gradients home,
 wanted or not.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from padded_dispatch.exchange import Homeward, Layout
 from padded_dispatch.experts import Call, ExpertWeights, unspecified_gradient
 from padded_dispatch.experts.activation import Activation
-from padded_dispatch.experts.scaled import ScaledWeights
+from padded_dispatch.experts.store import Room
 from padded_dispatch.kernels import Scaled, Segments, gemm, grouped, layout, rows
 from padded_dispatch.kernels import activation as curves
 from padded_dispatch.utils.nvtx import nvtx_range
@@ -39,32 +41,6 @@ def run(
     gemm.check_on_gpu(tokens_TD, weights.fc1_LGD, 8 if weights.scaled is None else 16)
     given = weights.fc1_LGD, weights.fc2_LDF, weights.fc1_bias_LG, weights.fc2_bias_LD
     return _Pass.apply(tokens_TD, prob_TK, *given, weights, activation, call)
-
-
-class _Operands:
-    """Weights as the products of a pass read them, and memory for rows in their format.
-
-    Attributes:
-        fc1_LGD, fc2_LDF: for forward.
-        fc1_LDG, fc2_LFD: for backward.
-    """
-
-    def __init__(
-        self, fc1_LGD: Tensor, fc2_LDF: Tensor, scaled: ScaledWeights | None, num_rows: int
-    ) -> None:
-        self._like, self._num_rows, self._scales = fc1_LGD, num_rows, scaled is not None
-        self.fc1_LGD, self.fc2_LDF = fc1_LGD, fc2_LDF
-        self.fc1_LDG, self.fc2_LFD = fc1_LGD.transpose(1, 2), fc2_LDF.transpose(1, 2)
-        if scaled is not None:
-            self.fc1_LGD, self.fc2_LDF = scaled.fc1_LGD, scaled.fc2_LDF
-            self.fc1_LDG, self.fc2_LFD = scaled.fc1_LDG, scaled.fc2_LFD
-
-    def empty(self, width: int) -> Scaled | None:
-        """Return loose memory for scaled rows; None if products read rows as they are."""
-        if not self._scales:
-            return None
-        like = self._like
-        return Scaled.empty(self._num_rows, width, dtype=like.dtype, device=like.device)
 
 
 class _Pass(torch.autograd.Function):
@@ -98,8 +74,7 @@ class _Pass(torch.autograd.Function):
         buffers = room.buffers(width, fc1_width, tokens_TD.dtype, tokens_TD.device)
         home_M = None if wire.homes_S is None else buffers.home_M
         row_SPK = torch.empty_like(arrived.expert_SPK)
-        operands = _Operands(fc1_LGD, fc2_LDF, weights.scaled, room.most)
-        scaled_ND = operands.empty(width)
+        scaled_ND = _empty_scaled(weights, room.most, width)
         rows.spread_rows(
             **vars(arrived.values),
             scaled=scaled_ND,
@@ -115,17 +90,18 @@ class _Pass(torch.autograd.Function):
             home_M=home_M,
         )
         laid_out = Layout(segments=segments, row_SPK=row_SPK, home_M=home_M)
-        given = scaled_ND or buffers.rows_MD, operands.fc1_LGD, segments
+        forms = weights.scaled
+        given = scaled_ND or buffers.rows_MD, fc1_LGD if forms is None else forms.fc1_LGD, segments
         to = {"out": buffers.fc1_MG, "out_stored": True}
         gemm.rows_times_weights(*given, stored=scaled_ND is None, **to)
         del scaled_ND
         given = buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments
-        scaled_NF = operands.empty(fc2_LDF.shape[2])
+        scaled_NF = _empty_scaled(weights, room.most, fc2_LDF.shape[2])
         hidden_NF = curves.activate(*given, **vars(act), scaled=scaled_NF)
         product = Homeward(
             rows_NI=scaled_NF or hidden_NF,
             stored=False,
-            weight_LOI=operands.fc2_LDF,
+            weight_LOI=fc2_LDF if forms is None else forms.fc2_LDF,
             bias_LO=fc2_bias_LD,
             prob_M=buffers.prob_M,
         )
@@ -150,17 +126,18 @@ class _Pass(torch.autograd.Function):
         (wire, room, found, laid_out, stored), ctx.kept = ctx.kept, None
         rows_MD, fc1_MG, prob_M, _ = own or stored
         weights, segments = ctx.weights, laid_out.segments
+        num_rows, forms = segments.num_rows, weights.scaled
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
         values = wire.push(grad_TD.contiguous())
         given = {"row_SPK": laid_out.row_SPK, "segments": segments, "homes_S": wire.homes_S}
-        operands = _Operands(fc1_LGD, fc2_LDF, weights.scaled, segments.num_rows)
-        scaled_ND = operands.empty(fc1_LGD.shape[2])
+        scaled_ND = _empty_scaled(weights, num_rows, fc1_LGD.shape[2])
         grad_ND = rows.spread_rows(**vars(values), **given, scaled=scaled_ND)
-        given = scaled_ND or grad_ND, operands.fc2_LFD, segments
+        fc2_LFD = fc2_LDF.transpose(1, 2) if forms is None else forms.fc2_LFD
+        given = scaled_ND or grad_ND, fc2_LFD, segments
         grad_NF = gemm.rows_times_weights(*given, stored=False)
-        grad_prob_N = prob_M.new_empty(segments.num_rows)
+        grad_prob_N = prob_M.new_empty(num_rows)
         given = fc1_MG, fc1_bias_LG, prob_M, segments, grad_NF, grad_prob_N
-        scaled_NG = operands.empty(fc1_LGD.shape[1])
+        scaled_NG = _empty_scaled(weights, num_rows, fc1_LGD.shape[1])
         hidden_NF = curves.activate(*given, **vars(ctx.activation), scaled=scaled_NG)
         del grad_NF, given, scaled_ND
         grad_fc1_MG = fc1_MG  # Overwritten.
@@ -170,48 +147,39 @@ class _Pass(torch.autograd.Function):
         if needs_fc2_bias:
             grad_fc2_bias = grouped.sum_rows(grad_ND, prob_M, segments, stored=False)
 
-        def of_fc2() -> Tensor:
-            sums = weights.fc2_sums_LDF, weights.fc2_spare_LDF
-            return _weight_gradient(grad_ND, hidden_NF, segments, False, *sums)
-
-        def of_fc1() -> Tensor:
-            sums = weights.fc1_sums_LGD, weights.fc1_spare_LGD
-            return _weight_gradient(grad_fc1_MG, rows_MD, segments, True, *sums)
-
-        def close() -> None:
-            if room.top is not None:
-                layout.release(room.top, found)
-            room.close()
-
-        grad_fc2 = None
+        sums = weights.fc2_sums_LDF, weights.fc2_spare_LDF
+        of_fc2 = partial(_weight_gradient, grad_ND, hidden_NF, segments, False, *sums)
+        sums = weights.fc1_sums_LGD, weights.fc1_spare_LGD
+        of_fc1 = partial(_weight_gradient, grad_fc1_MG, rows_MD, segments, True, *sums)
+        last = partial(_give_back, of_fc1 if needs_fc1 else None, room, found)
+        grad_fc1 = grad_fc2 = None
         if needs_fc2 and weights.fc2_delayed is None:
             grad_fc2 = of_fc2()
+        elif needs_fc2:
+            weights.fc2_delayed.append(of_fc2)
         product = Homeward(
             rows_NI=scaled_NG or grad_fc1_MG,
             stored=scaled_NG is None,
-            weight_LOI=operands.fc1_LDG,
+            weight_LOI=fc1_LGD.transpose(1, 2) if forms is None else forms.fc1_LDG,
             beside_N=grad_prob_N,
         )
         home = wire.home(product, laid_out)
         if needs_fc1_bias:
             grad_fc1_bias = grouped.sum_rows(grad_fc1_MG, None, segments, stored=True)
-        grad_fc1 = None
-        if needs_fc2 and weights.fc2_delayed is not None:
-            weights.fc2_delayed.append(of_fc2)
         if needs_fc1 and weights.fc1_delayed is not None:
-
-            def last() -> Tensor:
-                gradient = of_fc1()
-                close()
-                return gradient
-
             weights.fc1_delayed.append(last)
         else:
-            if needs_fc1:
-                grad_fc1 = of_fc1()
-            close()
+            grad_fc1 = last()
         grads = grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias
         return home.sum_TD, home.beside_TK, *grads, None, None, None
+
+
+def _empty_scaled(weights: ExpertWeights, num_rows: int, width: int) -> Scaled | None:
+    """Return loose memory for rows in e4m3; None if products read rows as they are."""
+    like = weights.fc1_LGD
+    if weights.scaled is None:
+        return None
+    return Scaled.empty(num_rows, width, dtype=like.dtype, device=like.device)
 
 
 def _weight_gradient(
@@ -227,3 +195,12 @@ def _weight_gradient(
     if sums_LOI is None:
         return product_LOI
     return unspecified_gradient(sums_LOI, spare_LOI, rows_NI.dtype)
+
+
+def _give_back(of_fc1: Callable[[], Tensor] | None, room: Room, found: layout.Offsets) -> Any:
+    """Return fc1's gradient, whose products are the last use of the rows, and give these back."""
+    gradient = None if of_fc1 is None else of_fc1()
+    if room.top is not None:
+        layout.release(room.top, found)
+    room.close()
+    return gradient

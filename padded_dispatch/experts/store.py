@@ -26,6 +26,7 @@ the store, N the most rows of a pass.
 """
 
 import dataclasses
+import functools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -90,10 +91,12 @@ class _Stack:
         captured: whether a CUDA graph uses it.
         entries: marks of passes, those of the last calls last.
         buffers: memory of rows of some widths and dtype.
+        rooms: those of all calls in the pass that uses it.
     """
 
     num_rows: int
     top: Tensor
+    rooms: "tuple[Room, ...]" = ()
     captured: bool = False
     entries: list[weakref.ref[Entry]] = field(default_factory=list)
     buffers: dict[tuple[int, int, torch.dtype], Buffers] = field(default_factory=dict)
@@ -167,9 +170,6 @@ class Store:
         self._configs: list[Callable[[], DispatchConfig]] = []
         self._stacks: list[_Stack] = []  # That used last comes last.
         self._tops: list[Tensor] = []
-        # Rooms of all calls, as they were found last: T and configs, and what follows from them.
-        self._known: tuple[int, list[DispatchConfig]] = 0, []
-        self._rooms: list[Room] = []
 
     def add(self, config: Callable[[], DispatchConfig]) -> int:
         """Add a call that keeps rows, and return its number.
@@ -196,37 +196,40 @@ class Store:
             num_tokens: T.
             count_SL: its device is read.
         """
-        known = num_tokens, [config() for config in self._configs]
-        if known != self._known:
-            self._known, self._rooms = known, _rooms_of(known[1], num_tokens)
-        stack = self._stack(numbers, self._rooms[-1].limit, count_SL.device)
+        captures = is_capturing()
+        stack = None
+        for one in self._stacks:
+            if one.captured == captures and -1 < one.last < numbers[-1] < len(one.rooms):
+                stack = one
+        if stack is None:
+            stack = self._begin(num_tokens, captures, count_SL.device)
+        else:
+            self._stacks.remove(stack)
+        self._stacks.append(stack)
         last = stack.last
         number = numbers[bisect_right(numbers, last)]
         entry = Entry(number=number)
         stack.entries.append(weakref.ref(entry))
-        room, mine = self._rooms[number], {"stack": stack, "entry": entry}
-        return dataclasses.replace(room, top=stack.top, first=last < 0, **mine)
+        mine = {"stack": stack, "entry": entry}
+        return dataclasses.replace(stack.rooms[number], top=stack.top, first=last < 0, **mine)
 
-    def _stack(self, numbers: Sequence[int], num_rows: int, device: torch.device) -> _Stack:
-        """Return the stack for the next call of a layer."""
-        captures = is_capturing()
-        mine = [stack for stack in self._stacks if stack.captured == captures]
-        found = [stack for stack in mine if -1 < stack.last < numbers[-1]]
-        if not found:
-            # A capture may also take over what eager passes have left.
-            mine = [stack for stack in self._stacks if captures or not stack.captured]
-            mine.sort(key=attrgetter("captured"))
-            found = [stack for stack in mine if stack.last < 0]
-            for small in [one for one in found if one.num_rows < num_rows and not one.captured]:
-                self._stacks.remove(small)
-            found = [stack for stack in found if stack.num_rows >= num_rows]
-        if found:
-            self._stacks.remove(stack := found[-1])
+    def _begin(self, num_tokens: int, captures: bool, device: torch.device) -> _Stack:
+        """Return a stack without rows for a pass that begins, out of the list of all."""
+        rooms = _rooms_of(tuple(config() for config in self._configs), num_tokens)
+        num_rows, found = rooms[-1].limit, None
+        # A capture may also take over what eager passes have left.
+        for stack in sorted(self._stacks, key=attrgetter("captured")):
+            if stack.last < 0 and stack.captured <= captures:
+                if stack.num_rows >= num_rows:
+                    found = stack
+                elif not stack.captured:
+                    self._stacks.remove(stack)
+        if found is None:
+            found = _Stack(num_rows=num_rows, top=self._top(device))
         else:
-            stack = _Stack(num_rows=num_rows, top=self._top(device))
-        stack.captured = captures
-        self._stacks.append(stack)
-        return stack
+            self._stacks.remove(found)
+        found.captured, found.rooms = captures, rooms
+        return found
 
     def _top(self, device: torch.device) -> Tensor:
         """Return two zeros, made before any capture: it would record that they are set."""
@@ -239,7 +242,8 @@ class Store:
         self._stacks = [s for s in self._stacks if s.captured != captured or s.last >= 0]
 
 
-def _rooms_of(configs: Sequence[DispatchConfig], num_tokens: int) -> list[Room]:
+@functools.lru_cache
+def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Room, ...]:
     """Return the rooms of all calls of a store: what follows from configs and T."""
     num_rows = sum(config.rows(num_tokens) for config in configs)
     rooms, later = [], 0
@@ -248,7 +252,7 @@ def _rooms_of(configs: Sequence[DispatchConfig], num_tokens: int) -> list[Room]:
         most = min(config.most_rows(num_tokens), max(num_rows, 5 * share))
         rooms.append(Room(limit=num_rows - later, most=most, share=share, later=later))
         later += min(share, config.rows(num_tokens))
-    return rooms[::-1]
+    return tuple(rooms[::-1])
 
 
 def scratch(config: DispatchConfig, num_tokens: int, count_SL: Tensor) -> Room:
