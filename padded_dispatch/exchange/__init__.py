@@ -13,12 +13,12 @@ Letters: T tokens, K experts per token, E experts, L experts on this rank, S sou
 rows, P slots of a source on the wire, D hidden size, N rows that a buffer has room for.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from padded_dispatch.kernels import Scaled, Segments
 from padded_dispatch.routing.plan import Plan
 
 
@@ -58,56 +58,6 @@ class Arrived:
     count_SL: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Rows of one pass at their experts: which choice has which.
-
-    Attributes:
-        segments: offsets of every (local expert, source), and tiles.
-        row_SPK: int32, the row of each choice; -1 where it is no choice of this rank, -2 where it
-            found no room. Rows count from the beginning of the store.
-        home_M: stored, int64: where each row goes home, an address; None where sums go home.
-    """
-
-    segments: Segments
-    row_SPK: Tensor
-    home_M: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Homeward:
-    """A product whose rows, or their sums, go home: `rows @ weight[l].T + prob * bias[l]`.
-
-    Attributes:
-        rows_NI: bf16 or scaled, the rows of the layout.
-        stored: whether `rows_NI` lies in the store, at the rows' own numbers; else its row 0 is the
-            first row of the pass.
-        weight_LOI: contiguous, or the transpose (1, 2) of a contiguous tensor; scaled as the rows.
-        bias_LO: None adds nothing.
-        prob_M: stored, fp32; scales the bias.
-        beside_N: fp32, a number beside each row, whose row 0 is the first row of the pass; None if
-            nothing travels beside the rows.
-    """
-
-    rows_NI: Tensor | Scaled
-    stored: bool
-    weight_LOI: Tensor | Scaled
-    bias_LO: Tensor | None = None
-    prob_M: Tensor | None = None
-    beside_N: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Home:
-    """Sums that came home, [T, D], and numbers beside the rows, fp32 [T, K], if there are any.
-
-    Numbers are 0 where a token has no choice, or its row found no room.
-    """
-
-    sum_TD: Tensor
-    beside_TK: Tensor | None
-
-
 class Wire(Protocol):
     """The exchange of one pass of one layer, forward and backward.
 
@@ -128,11 +78,28 @@ class Wire(Protocol):
         """Send a row for every token over the same way, without the plan."""
         ...
 
-    def home(self, product: Homeward, layout: Layout) -> Home:
+    def home(
+        self,
+        product: Callable[[], Tensor],
+        row_SPK: Tensor,
+        offsets: Tensor,
+        beside_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute a product on a GPU and bring home its rows, summed for every token.
 
         A token's rows are added in ascending expert order (of one rank first, where sums travel),
         in at least fp32. Rows without room count as zero.
+
+        Args:
+            product: sends each row to its address at home; returns them, loose, where sums go home.
+            row_SPK: int32, the row of each choice; -1 where it is no choice of this rank, -2 where
+                it found no room. Rows count from the beginning of the store.
+            offsets: of the pass; the first is its first row.
+            beside_N: loose fp32, a number beside each row; None if nothing travels beside rows.
+
+        Returns:
+            The sums, [T, D], and the numbers, fp32 [T, K]: 0 where a token has no choice, or its
+            row found no room.
         """
         ...
 

@@ -84,8 +84,19 @@ class Agreement:
                 )
             return
         self._num_calls += 1
-        if self._mirror is not None:
-            self._compare(key, rules)
+        if self._mirror is None:
+            return
+        values = key + rules
+        if values not in self._digests:
+            self._digests[values] = _digest(values)
+        row = torch.tensor([self._number, self._layer, self._num_calls, *self._digests[values]])
+        where = f"call {self._num_calls} of {self._caller}"
+        rows = self._mirror.gather(row, self._limit_s, where)
+        if (rows != row).any():
+            own = ("caller", self._caller), ("call number", self._num_calls), *values
+            texts = self._mirror.gather(_to_bytes(own), self._limit_s, where)
+            values_of = [dict(json.loads(bytes(text.tolist()))) for text in texts]
+            raise ValueError(_differences(self._mirror.ranks, values_of))
         self._compared.add(key)
 
     def largest(self, number: int) -> int:
@@ -99,20 +110,6 @@ class Agreement:
         where = f"call {self._num_calls} of {self._caller}"
         row = torch.tensor([number])
         return int(self._mirror.gather(row, self._limit_s, where).max())
-
-    def _compare(self, shapes: Values, rules: Values) -> None:
-        assert self._mirror is not None
-        values = shapes + rules
-        if values not in self._digests:
-            self._digests[values] = _digest(values)
-        row = torch.tensor([self._number, self._layer, self._num_calls, *self._digests[values]])
-        where = f"call {self._num_calls} of {self._caller}"
-        rows = self._mirror.gather(row, self._limit_s, where)
-        if (rows != row).any():
-            own = ("caller", self._caller), ("call number", self._num_calls), *values
-            texts = self._mirror.gather(_to_bytes(own), self._limit_s, where)
-            values_of = [dict(json.loads(bytes(text.tolist()))) for text in texts]
-            raise ValueError(_differences(self._mirror.ranks, values_of))
 
 
 def _digest(values: Values) -> tuple[int, int]:

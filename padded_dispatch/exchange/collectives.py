@@ -22,7 +22,7 @@ S = R * I sources, I ranks that split an expert, P slots of a source, D hidden s
 r is rank r of the i-th expert-parallel group.
 """
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.config import Policy
-from padded_dispatch.exchange import Arrived, Home, Homeward, Layout, Values
+from padded_dispatch.exchange import Arrived, Values
 from padded_dispatch.routing.plan import Plan
 from padded_dispatch.utils.nvtx import nvtx_range
 from padded_dispatch.utils.phases import require_first_derivatives
@@ -166,43 +166,33 @@ class CollectiveWire:
         return Values(rows_SPD=_Send.apply(self, values_TD, None)[0])
 
     @nvtx_range("exchange")
-    def bring(self, sum_SPD: Tensor, beside_SPK: Tensor | None = None) -> Home:
+    def bring(self, sum_SPD: Tensor) -> Tensor:
         """Bring home a sum for every (source, slot), and add those of every token.
 
         Args:
             sum_SPD: of the rows of this rank, 0 for a token without one; slots without a token are
                 not read. In at least fp32 where ranks split experts. Its gradient is unspecified in
                 slots without a row here.
-            beside_SPK: a number beside each choice, at least fp32; others than those of rows of
-                this rank must be 0. It gets no gradient.
         """
-        bring = self.bring_sums if self._exchange.num_sources == 1 else partial(_Bring.apply, self)
-        beside_TK = None if beside_SPK is None else self.bring_beside(beside_SPK.detach())
-        return Home(sum_TD=bring(sum_SPD), beside_TK=beside_TK)
+        if self._exchange.num_sources == 1:
+            return self.bring_sums(sum_SPD)
+        return _Bring.apply(self, sum_SPD)
 
-    def home(self, product: Homeward, layout: Layout) -> Home:
+    def home(
+        self,
+        product: Callable[[], Tensor],
+        row_SPK: Tensor,
+        offsets: Tensor,
+        beside_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute a product on a GPU and bring home its rows; see `Wire`."""
-        from padded_dispatch.kernels import gemm, rows
+        from padded_dispatch.kernels import rows
 
-        segments = layout.segments
-        out_ND = gemm.rows_times_weights(
-            product.rows_NI,
-            product.weight_LOI,
-            segments,
-            stored=product.stored,
-            bias_LO=product.bias_LO,
-            prob_M=product.prob_M,
-        )
-        sum_SPD = rows.sum_rows(
-            out_ND,
-            layout.row_SPK,
-            offsets=segments.offsets,
-            wide=self.splits,
-        )
-        beside_SPK = None
-        if product.beside_N is not None:
-            beside_SPK = rows.take(product.beside_N, layout.row_SPK, segments.offsets)
-        return self.bring(sum_SPD, beside_SPK)
+        sum_SPD = rows.sum_rows(product(), row_SPK, offsets=offsets, wide=self.splits)
+        beside_TK = None
+        if beside_N is not None:
+            beside_TK = self.bring_beside(rows.take(beside_N, row_SPK, offsets))
+        return self.bring(sum_SPD), beside_TK
 
     # What follows has no gradient: the moves, each of which is the transpose of another.
 
@@ -266,7 +256,7 @@ class CollectiveWire:
         return total_TD.to(self._dtype)
 
     def bring_beside(self, beside_SPK: Tensor) -> Tensor:
-        """Return the number of every choice, [T, K], in at least fp32."""
+        """Return the number of every choice, [T, K], in at least fp32; 0 without a row here."""
         beside_RPK, expert_TK = self._add_split(beside_SPK), self._plan.expert_TK
         if self._exchange.num_ranks == 1:
             came_TK = beside_RPK[0, : self._num_tokens]

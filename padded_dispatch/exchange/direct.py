@@ -22,13 +22,14 @@ Letters: T tokens, K experts per token, S sources, the ranks of the group, P slo
 hidden size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.exchange import Arrived, Home, Homeward, Layout, Values
+from padded_dispatch.exchange import Arrived, Values
 from padded_dispatch.exchange.symmetric_memory import Buffers, Shape, buffers_of, check_group
 from padded_dispatch.routing.plan import Plan
 from padded_dispatch.utils.nvtx import nvtx_range
@@ -140,28 +141,22 @@ class DirectWire:
         buffers.barrier()
         return Values(rows_SPD=buffers.rows_SPD, own_TD=own_TD, own=buffers.rank)
 
-    def home(self, product: Homeward, layout: Layout) -> Home:
+    def home(
+        self,
+        product: Callable[[], Tensor],
+        row_SPK: Tensor,
+        offsets: Tensor,
+        beside_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute a product whose rows go home, and sum what came; see `Wire`."""
-        from padded_dispatch.kernels import direct, gemm, rows
+        from padded_dispatch.kernels import direct, rows
 
-        assert layout.home_M is not None
-        buffers, segments = self.buffers, layout.segments
-        if product.beside_N is not None:
-            offsets = segments.offsets
-            direct.send_beside(product.beside_N, layout.row_SPK, buffers.besides_R, offsets)
-        gemm.rows_times_weights(
-            product.rows_NI,
-            product.weight_LOI,
-            segments,
-            stored=product.stored,
-            at_M=layout.home_M,
-            bias_LO=product.bias_LO,
-            prob_M=product.prob_M,
-        )
+        buffers, expert_TK, beside_TK = self.buffers, self.plan.expert_TK, None
+        if beside_N is not None:
+            direct.send_beside(beside_N, row_SPK, buffers.besides_R, offsets)
+        product()
         buffers.barrier()
-        expert_TK = self.plan.expert_TK
         sum_TD = rows.sum_rows(buffers.home_QD, expert_TK, choices=True)
-        beside_TK = None
-        if product.beside_N is not None:
+        if beside_N is not None:
             beside_TK = buffers.beside_PK[: len(expert_TK)].masked_fill(expert_TK < 0, 0)
-        return Home(sum_TD=sum_TD, beside_TK=beside_TK)
+        return sum_TD, beside_TK

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from padded_dispatch.exchange import Homeward, Layout
 from padded_dispatch.experts import Call, ExpertWeights, unspecified_gradient
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.store import Room
@@ -89,7 +88,6 @@ class _Pass(torch.autograd.Function):
             prob_M=buffers.prob_M,
             home_M=home_M,
         )
-        laid_out = Layout(segments=segments, row_SPK=row_SPK, home_M=home_M)
         forms = weights.scaled
         given = scaled_ND or buffers.rows_MD, fc1_LGD if forms is None else forms.fc1_LGD, segments
         to = {"out": buffers.fc1_MG, "out_stored": True}
@@ -98,20 +96,16 @@ class _Pass(torch.autograd.Function):
         given = buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments
         scaled_NF = _empty_scaled(weights, room.most, fc2_LDF.shape[2])
         hidden_NF = curves.activate(*given, **vars(act), scaled=scaled_NF)
-        product = Homeward(
-            rows_NI=scaled_NF or hidden_NF,
-            stored=False,
-            weight_LOI=fc2_LDF if forms is None else forms.fc2_LDF,
-            bias_LO=fc2_bias_LD,
-            prob_M=buffers.prob_M,
-        )
-        home = wire.home(product, laid_out)
+        given = scaled_NF or hidden_NF, fc2_LDF if forms is None else forms.fc2_LDF, segments
+        to = {"at_M": home_M, "bias_LO": fc2_bias_LD, "prob_M": buffers.prob_M}
+        product = partial(gemm.rows_times_weights, *given, stored=False, **to)
+        sum_TD, _ = wire.home(product, row_SPK, found.offsets)
         # Autograd may drop memory of the pass's own, and have it filled again by recompute.
         own = vars(buffers).values() if room.stack is None else ()
         ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *own)
-        ctx.kept = wire, room, found, laid_out, [] if own else vars(buffers).values()
+        ctx.kept = wire, room, found, segments, row_SPK, [] if own else vars(buffers).values()
         ctx.weights, ctx.activation = weights, act
-        return home.sum_TD
+        return sum_TD
 
     @staticmethod
     @nvtx_range("experts backward")
@@ -123,13 +117,12 @@ class _Pass(torch.autograd.Function):
                 "the pass kept, got a second run; leave out retain_graph, or set experts='module'"
             )
         fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *own = ctx.saved_tensors
-        (wire, room, found, laid_out, stored), ctx.kept = ctx.kept, None
-        rows_MD, fc1_MG, prob_M, _ = own or stored
-        weights, segments = ctx.weights, laid_out.segments
-        num_rows, forms = segments.num_rows, weights.scaled
+        (wire, room, found, segments, row_SPK, stored), ctx.kept = ctx.kept, None
+        rows_MD, fc1_MG, prob_M, home_M = own or stored
+        weights, forms, num_rows = ctx.weights, ctx.weights.scaled, segments.num_rows
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
         values = wire.push(grad_TD.contiguous())
-        given = {"row_SPK": laid_out.row_SPK, "segments": segments, "homes_S": wire.homes_S}
+        given = {"row_SPK": row_SPK, "segments": segments, "homes_S": wire.homes_S}
         scaled_ND = _empty_scaled(weights, num_rows, fc1_LGD.shape[2])
         grad_ND = rows.spread_rows(**vars(values), **given, scaled=scaled_ND)
         fc2_LFD = fc2_LDF.transpose(1, 2) if forms is None else forms.fc2_LFD
@@ -157,13 +150,11 @@ class _Pass(torch.autograd.Function):
             grad_fc2 = of_fc2()
         elif needs_fc2:
             weights.fc2_delayed.append(of_fc2)
-        product = Homeward(
-            rows_NI=scaled_NG or grad_fc1_MG,
-            stored=scaled_NG is None,
-            weight_LOI=fc1_LGD.transpose(1, 2) if forms is None else forms.fc1_LDG,
-            beside_N=grad_prob_N,
-        )
-        home = wire.home(product, laid_out)
+        fc1_LDG = fc1_LGD.transpose(1, 2) if forms is None else forms.fc1_LDG
+        given = scaled_NG or grad_fc1_MG, fc1_LDG, segments
+        to = {"at_M": None if wire.homes_S is None else home_M, "stored": scaled_NG is None}
+        product = partial(gemm.rows_times_weights, *given, **to)
+        grad_TD, grad_TK = wire.home(product, row_SPK, found.offsets, grad_prob_N)
         if needs_fc1_bias:
             grad_fc1_bias = grouped.sum_rows(grad_fc1_MG, None, segments, stored=True)
         if needs_fc1 and weights.fc1_delayed is not None:
@@ -171,7 +162,7 @@ class _Pass(torch.autograd.Function):
         else:
             grad_fc1 = last()
         grads = grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias
-        return home.sum_TD, home.beside_TK, *grads, None, None, None
+        return grad_TD, grad_TK, *grads, None, None, None
 
 
 def _empty_scaled(weights: ExpertWeights, num_rows: int, width: int) -> Scaled | None:

@@ -125,11 +125,11 @@ def combine(out_ND: Tensor, sent: Sent) -> Tensor:
     rows of `out_ND` may hold anything.
     """
     if _has_kernels(out_ND):
-        return sent.wire.bring(_ToSums.apply(out_ND, sent)).sum_TD
+        return sent.wire.bring(_ToSums.apply(out_ND, sent))
     num_sources, num_slots, _ = sent.row_SPK.shape
     row_C, slot_C = _places(sent.row_SPK, len(out_ND))
     rows = torch.cat((out_ND, out_ND.new_zeros(1, out_ND.shape[1]))).index_select(0, row_C)
-    return sent.wire.bring(add(rows, slot_C, num_sources, num_slots)).sum_TD
+    return sent.wire.bring(add(rows, slot_C, num_sources, num_slots))
 
 
 def _has_kernels(values: Tensor) -> bool:

@@ -126,7 +126,7 @@ def run(
     sum_SPD = add(out_ND, slot_N, *values_SPD.shape[:2])
     if room.top is not None:
         sum_SPD = _Release.apply(sum_SPD, room, offsets, before)
-    return wire.bring(sum_SPD).sum_TD
+    return wire.bring(sum_SPD)
 
 
 def _experts(

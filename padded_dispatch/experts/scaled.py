@@ -12,13 +12,19 @@ most, and of the tensor cores' sums.
 
 A weight is quantized in both orientations, since 8-bit tensor cores need the inner dimension
 contiguous: as many bytes again as in bf16. A pass quantizes stale weights only, once per optimizer
-step. A flag on the device marks them, so that replays of CUDA graphs act as eager passes do.
+step: a step of any optimizer of torch marks them. The flag is on the device, so that replays of
+CUDA graphs act as eager passes do.
 
 L: experts, D: hidden size, F: ffn size, G: width of fc1's result.
 """
 
+import functools
+from typing import Any
+from weakref import WeakSet
+
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from padded_dispatch.kernels import Scaled
 
@@ -63,9 +69,11 @@ class ScaledWeights:
             self.fc1_LGD, self.fc1_LDG = empty(fc1_LGD, 0, 1, 2), empty(fc1_LGD, 0, 2, 1)
             self.fc2_LDF, self.fc2_LFD = empty(fc2_LDF, 0, 1, 2), empty(fc2_LDF, 0, 2, 1)
             self._stale = torch.ones(1, dtype=torch.int32, device=fc1_LGD.device)
+        _live.add(self)
+        _follow_optimizers()
 
     def mark_stale(self) -> None:
-        """Let the next `refresh` quantize; call it whenever weights have changed."""
+        """Let the next `refresh` quantize; call it when weights have changed in another way."""
         self._stale.fill_(1)
 
     @torch.no_grad()
@@ -85,3 +93,18 @@ class ScaledWeights:
                     to.values.copy_(found.values)
                     to.scales.copy_(found.scales)
         self._stale.zero_()
+
+
+_live: WeakSet[ScaledWeights] = WeakSet()
+
+
+@functools.cache
+def _follow_optimizers() -> None:
+    """Mark all weights behind each step of an optimizer from now on, in one launch."""
+    private: Any = torch
+
+    def stepped(*given: Any) -> None:
+        if flags := [weights._stale for weights in _live]:
+            private._foreach_add_(flags, 1)
+
+    register_optimizer_step_post_hook(stepped)

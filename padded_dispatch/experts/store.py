@@ -48,7 +48,7 @@ class Buffers:
         rows_MD: what fc1 reads.
         fc1_MG: its result; backward overwrites it with its gradient.
         prob_M: fp32.
-        home_M: int64, see `exchange.Layout`.
+        home_M: int64, where each row goes home, an address; not read where sums go home.
     """
 
     rows_MD: Tensor

@@ -8,7 +8,7 @@ it alive.
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import parallel_state
@@ -21,55 +21,27 @@ from padded_dispatch.megatron.config import log_once
 
 @dataclass(kw_only=True, eq=False)
 class Chunk:
-    """Layers that share a store; `number` and `num_calls` grow as layers join.
-
-    `said`: numbers of tokens (T) for which the log has the size of the store.
-    """
+    """Layers that share a store; `number` and `num_calls` grow as layers join."""
 
     config: Any
     key: tuple[object, ...]
     store: Store
     number: int = 0
     num_calls: int = 0
-    said: set[int] = field(default_factory=set)
+
+    def say(self, tokens_TD: Tensor, fc1_width: int) -> None:
+        """Log once what the store costs, for tokens [T, D] and the columns of fc1's result (G)."""
+        num_tokens, width = tokens_TD.shape
+        num_rows = self.store.num_rows(num_tokens)
+        size = Buffers.num_bytes(num_rows, width, fc1_width, tokens_TD.element_size()) / 2**30
+        log_once(
+            f"padded dispatch: {self.num_calls} layers at {num_tokens} tokens per rank "
+            f"share a store of {num_rows} rows, {size:.2f} GiB for each micro-batch in flight"
+        )
 
 
 # Where the next layer may join.
 _last: weakref.ref[Chunk] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Calls:
-    """The calls of one layer in a pass of its chunk.
-
-    A layer has several if it is repeated for multi-token prediction, or takes a sequence in parts;
-    none if backward always runs it again.
-
-    Attributes:
-        chunk: the layers of the pass.
-        numbers: of the calls in the store.
-        store: where their rows lie; None if there are no calls.
-    """
-
-    chunk: Chunk
-    numbers: list[int]
-    store: Store | None
-
-    def say(self, tokens_TD: Tensor, fc1_width: int) -> None:
-        """Log once what the store costs.
-
-        Args:
-            tokens_TD: [T, D].
-            fc1_width: columns of fc1's result (G).
-        """
-        (num_tokens, width), chunk = tokens_TD.shape, self.chunk
-        chunk.said.add(num_tokens)
-        num_rows = chunk.store.num_rows(num_tokens)
-        size = Buffers.num_bytes(num_rows, width, fc1_width, tokens_TD.element_size()) / 2**30
-        log_once(
-            f"padded dispatch: {chunk.num_calls} layers at {num_tokens} tokens per rank "
-            f"share a store of {num_rows} rows, {size:.2f} GiB for each micro-batch in flight"
-        )
 
 
 def join(
@@ -78,7 +50,7 @@ def join(
     dispatch_config: Callable[[], DispatchConfig],
     pipeline: Any = None,
     group: Any = None,
-) -> Calls:
+) -> tuple[Chunk, list[int]]:
     """Let a layer join the chunk of the one before it, or begin a new chunk.
 
     Args:
@@ -87,6 +59,10 @@ def join(
         dispatch_config: returns the config of the layer's training passes.
         pipeline: the pipeline group; None for Megatron's own.
         group: the expert-parallel group.
+
+    Returns:
+        The chunk, and the numbers of the layer's calls in the store: several if it is repeated for
+        multi-token prediction, or takes a sequence in parts; none if backward always runs it again.
     """
     global _last
     stage, index = _place(config, number, pipeline)
@@ -96,8 +72,7 @@ def join(
         _last = weakref.ref(chunk)
     num_calls = 0 if _is_recomputed(config, index) else _repeats(config, number)
     chunk.number, chunk.num_calls = number, chunk.num_calls + num_calls
-    numbers = [chunk.store.add(dispatch_config) for _ in range(num_calls)]
-    return Calls(chunk=chunk, numbers=numbers, store=chunk.store if numbers else None)
+    return chunk, [chunk.store.add(dispatch_config) for _ in range(num_calls)]
 
 
 def _place(config: Any, number: int, pipeline: Any) -> tuple[int, int]:

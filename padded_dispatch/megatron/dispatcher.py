@@ -40,7 +40,7 @@ from padded_dispatch.exchange.choose import choose
 from padded_dispatch.experts import Call, padded
 from padded_dispatch.experts.padded import Sent
 from padded_dispatch.experts.store import Store, TakeRoom, fitting, scratch
-from padded_dispatch.megatron.chunks import Calls, join
+from padded_dispatch.megatron.chunks import Chunk, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import check_config, check_pipeline, log_once, padded_options
 from padded_dispatch.megatron.experts import chosen_experts, in_fp8, require_gradients_arrive
@@ -206,9 +206,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         num_slots = self._slots(config, tokens.flatten(0, -2))
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
-        counters = self._counters_now()
         routing_map, struck = self.exchange.strike(routing_map, probs, num_slots)
-        if counters is not None and struck is not None:
+        if struck is not None and (counters := self._counters_now()) is not None:
             counters.struck += struck.squeeze()
         plan = make_plan(routing_map, top_k=config.top_k)
         self.expert_SBK = plan.expert_TK.view(*shape, -1)
@@ -299,15 +298,23 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
 
     packed = True
     kept_inputs = "moe_dispatch", "mlp", "moe_combine"
-    _calls: Calls | None = None
+    _chunk: Chunk | None = None  # Lives as long as its layers.
 
     def _set_layer(self, number: int) -> None:
         super()._set_layer(number)
         self.experts.in_fp8 = in_fp8(self.config, number)
-        if self._calls is None:
+        if self._chunk is None:
             training = partial(getattr, self.configs, "training")
-            self._calls = join(self.config, number, training, self._pipeline, self.ep_group)
-            self.store = self._calls.store
+            self._chunk, self._numbers = join(
+                self.config, number, training, self._pipeline, self.ep_group
+            )
+            self.store = self._chunk.store if self._numbers else None
+
+    def _announce(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
+        super()._announce(config, tokens_TD)
+        says = self._logs and self.configs.in_training and not config.fits
+        if says and self._chunk is not None and self.store:
+            self._chunk.say(tokens_TD, self.experts.linear_fc1.weight.shape[1])
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
@@ -325,17 +332,14 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
 
     def _take_room(self, config: DispatchConfig, tokens_TD: Tensor, prob_TK: Tensor) -> TakeRoom:
         """Return where the rows of a pass may lie: in the store, if backward will need them."""
-        calls, num_tokens = self._calls, len(tokens_TD)
+        num_tokens = len(tokens_TD)
         if config.fits:
             return fitting
-        keeps = trains() and self.configs.in_training and not in_backward()
-        if keeps and calls is not None and calls.store is not None:
+        if self.store and self.configs.in_training and trains() and not in_backward():
             fc1, fc2 = self.experts.linear_fc1.weight, self.experts.linear_fc2.weight
             has_gradients = tokens_TD.requires_grad or prob_TK.requires_grad
             if has_gradients or fc1.requires_grad or fc2.requires_grad:
-                if self._logs and num_tokens not in calls.chunk.said:
-                    calls.say(tokens_TD, fc1.shape[1])
-                return partial(calls.store.take, calls.numbers, num_tokens)
+                return partial(self.store.take, self._numbers, num_tokens)
         return partial(scratch, config, num_tokens)
 
 

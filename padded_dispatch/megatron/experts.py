@@ -32,17 +32,14 @@ marks them on the device, and so does `set_is_first_microbatch`, which Megatron'
 Letters: T tokens, L experts on this rank, D hidden size, F ffn size, G columns of fc1.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from padded_dispatch.config import CapacityPool, require
 from padded_dispatch.experts import Call, ExpertWeights, run
@@ -258,15 +255,11 @@ class StackedExperts(MegatronModule):
         self._scaled = None  # Parameters go to another device, or get another dtype.
         return super()._apply(fn, recurse)
 
-    def _refreshed(self) -> ScaledWeights | None:
-        """Return the weights in e4m3 as they are now; None if passes do not compute in it."""
-        if not self.in_fp8:
-            return None
+    def _refreshed(self) -> ScaledWeights:
+        """Return the weights in e4m3 as they are now."""
         weights = self.linear_fc1.weight, self.linear_fc2.weight
         if self._scaled is None:
             self._scaled = ScaledWeights(*weights)
-            _quantizing.add(self)
-            _follow_optimizers()
         self._scaled.refresh(*weights)
         return self._scaled
 
@@ -295,7 +288,7 @@ class StackedExperts(MegatronModule):
             fc2_sums_LDF=sums[1],
             fc1_spare_LGD=None if sums[0] is None else first.spare(),
             fc2_spare_LDF=None if sums[1] is None else second.spare(),
-            scaled=self._refreshed(),
+            scaled=self._refreshed() if self.in_fp8 else None,
             fc1_delayed=first.delayed,
             fc2_delayed=second.delayed,
         )
@@ -344,20 +337,6 @@ class StackedExperts(MegatronModule):
 
 def _loaded(experts: StackedExperts, keys: Any) -> None:
     experts.mark_stale()
-
-
-_quantizing: WeakSet[StackedExperts] = WeakSet()
-
-
-@functools.cache
-def _follow_optimizers() -> None:
-    """Mark weights behind each step of an optimizer from now on, in any loop."""
-
-    def stepped(*given: Any) -> None:
-        for experts in _quantizing:
-            experts.mark_stale()
-
-    register_optimizer_step_post_hook(stepped)
 
 
 _FUNCTIONS: dict[Function, tuple[Any, ...]] = {

@@ -105,19 +105,28 @@ class SelectAfterCounting(TopKRouter):
         This is the layer's first step, so ranks that differ raise before any exchange. Evaluation
         that fits takes another T on each rank, as Megatron's dynamic engine has it.
         """
-        config, tokens_TD = self.selector.configs.now, input.flatten(0, -2)
-        # The mode is compared, too: training and evaluation may have the same capacity here, but
-        # the ranks' next calls would differ.
+        configs, tokens_TD = self.selector.configs, input.flatten(0, -2)
+        config = configs.now
+        if self._settings is None:  # Options and Megatron's fields are read once.
+            self._settings = settings_of(self.config)
+        captures = self.config.cuda_graph_impl == "transformer_engine"
         agree_on_shapes(
             self.selector.agreement,
             config,
             tokens_TD,
-            self._rules(padding_mask),
+            # Beside the settings, whether a rank raises later, with its peers in the exchange.
+            (
+                *self._settings,
+                ("layer has a Telemetry", configs.controlled),
+                ("padding_mask is given", captures and padding_mask is not None),
+            ),
             any_tokens=config.fits and not self.training,
+            # Training and evaluation may have the same capacity here, but the ranks' next calls
+            # would differ.
             training=int(self.training),
         )
         if self.training:
-            self.selector.configs.check_controlled()
+            configs.check_controlled()
             for called in self.selector.passed:
                 called(input)
         num_tokens = tokens_TD.shape[0]
@@ -130,21 +139,6 @@ class SelectAfterCounting(TopKRouter):
             "Megatron does so on the first one only",
         )
         return super().forward(input, padding_mask)
-
-    def _rules(self, padding_mask: Tensor | None) -> Values:
-        """Return everything that decides this pass, except for what `agree_on_shapes` compares.
-
-        Options and Megatron's fields are read once. The others decide whether a rank raises later
-        in this pass, when its peers are in the exchange.
-        """
-        if self._settings is None:
-            self._settings = settings_of(self.config)
-        captures = self.config.cuda_graph_impl == "transformer_engine"
-        return (
-            *self._settings,
-            ("layer has a Telemetry", self.selector.configs.controlled),
-            ("padding_mask is given", captures and padding_mask is not None),
-        )
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits, also where the bias is narrower than they are.

@@ -161,9 +161,8 @@ def test_one_rank_moves_nothing():
     arrived = wire.open(tokens_TD, prob_TK)
     assert arrived.values.rows_SPD.data_ptr() == tokens_TD.data_ptr()
     assert arrived.expert_SPK.data_ptr() == plan.expert_TK.data_ptr()
-    home = wire.bring(tokens_TD[None], torch.full((1, 3, 2), 7.0))
-    assert home.sum_TD.data_ptr() == tokens_TD.data_ptr()
-    assert home.beside_TK.tolist() == [[7, 0], [7, 7], [0, 0]]
+    assert wire.bring(tokens_TD[None]).data_ptr() == tokens_TD.data_ptr()
+    assert wire.bring_beside(torch.full((1, 3, 2), 7.0)).tolist() == [[7, 0], [7, 7], [0, 0]]
 
 
 def _shards_and_ranks() -> list[Tensor]:
@@ -179,7 +178,7 @@ def _shards_and_ranks() -> list[Tensor]:
         rows_SPD = wire.push(tokens_TD).rows_SPD
         rows_SPD.backward(torch.full_like(rows_SPD, value))
         dtype = torch.float32 if etp_size > 1 else torch.bfloat16
-        found.append(wire.bring(torch.full((4, 1, 1), value, dtype=dtype)).sum_TD)
+        found.append(wire.bring(torch.full((4, 1, 1), value, dtype=dtype)))
         found.append(tokens_TD.grad)
     return found
 

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from padded_dispatch import DispatchConfig
-from padded_dispatch.megatron.chunks import Calls, join
+from padded_dispatch import DispatchConfig, Store
+from padded_dispatch.megatron.chunks import Chunk, join
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
+
+Joined = tuple[Chunk, list[int]]
 
 DISPATCH = DispatchConfig(num_experts=4, top_k=2, capacity_factor=1.5, capacity_pool="store")
 
@@ -19,42 +21,46 @@ def changed(**settings: Any) -> Any:
     return tiny.changed(tiny.config(num_layers=8), **settings)
 
 
-def joined(config: Any, numbers: list[int], rank: int = 0, group: Any = None) -> list[Calls]:
+def joined(config: Any, numbers: list[int], rank: int = 0, group: Any = None) -> list[Joined]:
     pipeline = SimpleNamespace(rank=lambda: rank)
     return [join(config, number, lambda: DISPATCH, pipeline, group) for number in numbers]
 
 
-def calls_of(calls: list[Calls]) -> list[list[int]]:
+def calls_of(joined: list[Joined]) -> list[list[int]]:
     """The numbers of the calls of each layer."""
-    return [one.numbers for one in calls]
+    return [numbers for _, numbers in joined]
+
+
+def stores_of(joined: list[Joined]) -> list[Store]:
+    return [chunk.store for chunk, _ in joined]
 
 
 def test_layers_of_a_model_share_a_store():
-    first, second, third = calls = joined(changed(), [1, 2, 5])
-    assert first.store is second.store is third.store
-    assert calls_of(calls) == [[0], [1], [2]]
-    assert first.store.num_rows(10) == 3 * 20  # As many as one rank ever has.
+    first, second, third = stores_of(layers := joined(changed(), [1, 2, 5]))
+    assert first is second is third
+    assert calls_of(layers) == [[0], [1], [2]]
+    assert first.num_rows(10) == 3 * 20  # As many as one rank ever has.
 
 
 def test_a_number_that_does_not_rise_begins_another_model():
     config = changed()
-    first, second, third, fourth = joined(config, [1, 2, 1, 2])
-    assert first.store is second.store is not third.store is fourth.store
+    first, second, third, fourth = stores_of(joined(config, [1, 2, 1, 2]))
+    assert first is second is not third is fourth
 
 
 def test_other_configs_and_groups_have_other_stores():
     calls = [*joined(config := changed(), [1]), *joined(changed(), [2]), *joined(config, [3])]
     calls += joined(config, [4], 0, "group")
-    assert len({id(one.store) for one in calls}) == 4
+    assert len(set(map(id, stores_of(calls)))) == 4
 
 
 def test_a_store_ends_with_its_layers():
     config = changed()
     calls = joined(config, [1])
-    number = calls[0].store
+    (first,) = stores_of(calls)
     del calls
-    (later,) = joined(config, [2])
-    assert later.store is not number and calls_of([later]) == [[0]]
+    later = joined(config, [2])
+    assert stores_of(later) != [first] and calls_of(later) == [[0]]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +69,9 @@ def test_a_store_ends_with_its_layers():
 )
 def test_virtual_stages_have_stores_of_their_own(rank, numbers, stores):
     config = changed(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
-    calls = joined(config, numbers, rank)
-    distinct = list(dict.fromkeys(id(one.store) for one in calls))
-    assert [distinct.index(id(one.store)) for one in calls] == stores
+    found = stores_of(layers := joined(config, numbers, rank))
+    distinct = list(dict.fromkeys(found))
+    assert len(layers) == 4 and [distinct.index(store) for store in found] == stores
 
 
 def test_a_layer_that_is_repeated_has_several_calls():
@@ -99,6 +105,4 @@ def test_a_layer_that_is_repeated_has_several_calls():
 def test_layers_that_are_always_recomputed_have_no_room(settings, calls, rank):
     config = changed(pipeline_model_parallel_size=2, **settings)
     first = 4 * rank + 1
-    joined_ = joined(config, [first, first + 1, first + 2], rank)
-    assert calls_of(joined_) == calls
-    assert [one.store is None for one in joined_] == [numbers == [] for numbers in calls]
+    assert calls_of(joined(config, [first, first + 1, first + 2], rank)) == calls

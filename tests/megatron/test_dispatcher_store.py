@@ -94,7 +94,7 @@ def test_a_layer_leaves_room_for_those_that_follow(caplog):
         for _ in range(2):
             through(layers, tokens(20).requires_grad_()).sum().backward()
         dispatcher, many = layers[0].token_dispatcher, torch.empty(2**20, 16, device="meta")
-        dispatcher._take_room(dispatcher.dispatch_config, many.requires_grad_(), many)
+        dispatcher._announce(dispatcher.dispatch_config, many)
     said, *warned, later = caplog.messages
     # A row of fp32: D + 2 F values, its probability and home.
     size = 3 * (4 * (16 + 2 * 24) + 12) / 2**10

@@ -11,6 +11,7 @@ Letters: T tokens, D hidden size, K experts per token, L experts of a rank, M ro
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from padded_dispatch.exchange import Arrived, Homeward, Layout, Values, symmetric_memory
+from padded_dispatch.exchange import Arrived, Values, symmetric_memory
 from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.kernels import Segments, gemm, rows
 from padded_dispatch.routing.plan import Plan, make_plan
@@ -129,7 +130,9 @@ class Forward:
 
     inputs: Inputs
     wire: Any
-    layout: Layout
+    segments: Segments
+    row_SPK: Tensor
+    home_M: Tensor | None
     prob_M: Tensor
     weight_LDD: Tensor
     out_TD: Tensor
@@ -144,7 +147,7 @@ def forward(exchange: Any, layer: Layer, inputs: Inputs, shard: int = 0) -> Forw
     num_rows = BASE + segments.num_rows
     rows_MD = like.new_full((num_rows, layer.width), torch.nan)
     prob_M = like.new_full((num_rows,), torch.nan, dtype=torch.float32)
-    home_M = like.new_zeros(num_rows, dtype=torch.int64)
+    home_M = None if wire.homes_S is None else like.new_zeros(num_rows, dtype=torch.int64)
     row_SPK = torch.empty_like(arrived.expert_SPK)
     rows.spread_rows(
         *_given(arrived.values),
@@ -157,38 +160,30 @@ def forward(exchange: Any, layer: Layer, inputs: Inputs, shard: int = 0) -> Forw
         prob_SPK=arrived.prob_SPK,
         level=like.new_full((1,), layer.level, dtype=torch.int32),
         prob_M=prob_M,
-        home_M=None if wire.homes_S is None else home_M,
+        home_M=home_M,
     )
-    layout = Layout(segments=segments, row_SPK=row_SPK, home_M=home_M)
     rank = 0 if exchange.group is None else exchange.group.rank()
     expert_L = rank * num_local + torch.arange(num_local, device=like.device)
     scale_LD = _scale(expert_L, shard)[:, None].expand(-1, layer.width)
     weight_LDD = torch.diag_embed(scale_LD).to(layer.dtype)
-    product = Homeward(
-        rows_NI=rows_MD,
-        stored=True,
-        weight_LOI=weight_LDD,
-        bias_LO=_bias(expert_L, layer.width).to(layer.dtype),
-        prob_M=prob_M,
-    )
-    home = wire.home(product, layout)
-    assert home.beside_TK is None
-    kept = {"wire": wire, "layout": layout, "prob_M": prob_M, "weight_LDD": weight_LDD}
-    return Forward(inputs=inputs, out_TD=home.sum_TD, **kept)
+    bias_LO = _bias(expert_L, layer.width).to(layer.dtype)
+    given = {"stored": True, "at_M": home_M, "bias_LO": bias_LO, "prob_M": prob_M}
+    product = partial(gemm.rows_times_weights, rows_MD, weight_LDD, segments, **given)
+    out_TD, beside_TK = wire.home(product, row_SPK, segments.offsets)
+    assert beside_TK is None
+    kept = {"wire": wire, "segments": segments, "row_SPK": row_SPK, "home_M": home_M}
+    return Forward(inputs=inputs, out_TD=out_TD, **kept, prob_M=prob_M, weight_LDD=weight_LDD)
 
 
 def backward(passed: Forward) -> dict[str, Tensor]:
     """Send gradients to experts and home, with the probabilities beside them; return all sums."""
-    wire, layout = passed.wire, passed.layout
+    wire, segments, row_SPK = passed.wire, passed.segments, passed.row_SPK
     values = _given(wire.push(passed.inputs.grad_TD))
-    product = Homeward(
-        rows_NI=rows.spread_rows(*values, layout.row_SPK, layout.segments, wire.homes_S),
-        stored=False,
-        weight_LOI=passed.weight_LDD.transpose(1, 2),
-        beside_N=passed.prob_M[BASE:],
-    )
-    home = wire.home(product, layout)
-    return {"out": passed.out_TD, "grad": home.sum_TD, "beside": home.beside_TK}
+    rows_ND = rows.spread_rows(*values, row_SPK, segments, wire.homes_S)
+    given = rows_ND, passed.weight_LDD.transpose(1, 2), segments
+    product = partial(gemm.rows_times_weights, *given, stored=False, at_M=passed.home_M)
+    grad_TD, beside_TK = wire.home(product, row_SPK, segments.offsets, passed.prob_M[BASE:])
+    return {"out": passed.out_TD, "grad": grad_TD, "beside": beside_TK}
 
 
 def _segments(layer: Layer, arrived: Arrived) -> Segments:
