@@ -79,7 +79,7 @@ def test_one_rank_or_no_gpu_is_refused():
 @pytest.fixture
 def machine(monkeypatch, rendezvous) -> SimpleNamespace:
     """A host whose processes see GPUs 0 to 2; GPU 2 is no rank's. Each part can be replaced."""
-    here = SimpleNamespace(visible=3, reached={0, 1}, linked={1}, seats=({}, {}))
+    here = SimpleNamespace(visible=3, reached={0, 1}, linked={1}, seats=({}, {}), other=[])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: here.visible)
@@ -91,7 +91,7 @@ def machine(monkeypatch, rendezvous) -> SimpleNamespace:
 
     def gather(group, value):
         if isinstance(value, str):
-            return ["", value]
+            return [here.other.pop(0) if here.other else "", value]
         each = {"host": "a", "folder": "f"}
         of_ranks = [each | {"pid": 7 + n, "uuid": f"gpu {n}"} | here.seats[n] for n in range(2)]
         return [type(value)(**given) for given in of_ranks]
@@ -152,15 +152,19 @@ def test_processes_meet_in_one_folder_of_one_host(pool2, monkeypatch, tmp_path):
     assert symmetric_memory._folder() == "no /none/such"
 
 
-def test_the_log_has_the_size_in_words(monkeypatch, machine, caplog):
+def test_one_line_of_a_job_has_the_size_in_words(monkeypatch, rendezvous, caplog):
     monkeypatch.setattr(symmetric_memory, "gather_objects", lambda group, value: [value])
     monkeypatch.setattr(symmetric_memory, "_free_bytes", lambda device: 2**40)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    sizes: Any = {"num_slots": 16, "top_k": 2, "num_local_experts": 1, "width": 8}
-    shape = symmetric_memory.Shape(**sizes, dtype=torch.bfloat16)
+    monkeypatch.setattr(PeerMemory, "addresses", Mock())
+    sizes: Any = {"top_k": 2, "num_local_experts": 1, "width": 2**20, "dtype": torch.bfloat16}
     with caplog.at_level("INFO", "padded_dispatch"):
-        symmetric_memory._require_room(group_of(), shape, 2**29, CPU)
-    line = "0.50 GiB on each of 2 ranks, shared by all layers, for 16 tokens"
+        for rank in (1, 0):
+            monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+            group = group_of()
+            for num_slots in (16, 16, 8):  # Layers of one shape, and of a smaller one.
+                shape = symmetric_memory.Shape(num_slots=num_slots, **sizes)
+                symmetric_memory.buffers_of(group, shape, CPU)
+    line = "0.13 GiB on each of 2 ranks, shared by all layers, for 16 tokens"
     assert caplog.messages == [f"direct exchange: {line}"]
 
 
@@ -179,6 +183,10 @@ def test_an_attempt_decides_where_processes_see_one_gpu(machine, rendezvous):
     assert obstacle(over_nvlink=True) == ""
     rendezvous.side_effect = RuntimeError("overlapping devices\nat frame 0")
     assert obstacle(over_nvlink=True).startswith("'overlapping devices' from an attempt to map")
+    rendezvous.side_effect = None
+    for machine.other in (["not seen"], ["", "not mapped"]):  # All ranks raise what one finds.
+        *_, words = machine.other
+        assert obstacle(over_nvlink=True).startswith(f"{words}; set")
 
 
 @pytest.mark.parametrize(

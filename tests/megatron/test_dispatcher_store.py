@@ -141,8 +141,9 @@ def _in_rooms(made: Any, how: str, given: Tensor) -> None:
         output = checkpoint(lambda x: made(x)[0], given, use_reentrant=how == "recompute")
         assert not counters.totals.any()
         output.sum().backward()
-        counted = counters.num_passes, counters.demand_E.sum(), counters.kept_E.sum()
-        assert torch.stack(counted).tolist() == [1, 6 * K, 6 * K]
+        counted = [counters.num_passes, counters.demand_E.sum(), counters.kept_E.sum()]
+        counted.append(made.router.local_tokens_per_expert.sum())
+        assert torch.stack(counted).tolist() == [1, 6 * K, 6 * K, 6 * K]
     elif how == "no gradient":
         with torch.no_grad():
             made(given)
@@ -172,7 +173,8 @@ def _in_rooms(made: Any, how: str, given: Tensor) -> None:
     ],
 )
 def test_where_the_rows_of_a_pass_lie(rooms_of, how, expected):
-    made = layer("store", 1.0)
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    made = layer("store", 1.0, **bias)
     _in_rooms(made, how, tokens(6).requires_grad_())
     assert rooms_of == expected
 

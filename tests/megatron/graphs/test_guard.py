@@ -167,6 +167,7 @@ def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
     fields |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     layer = gpt(**settings(dispatcher=dispatcher), **fields).decoder.layers[0].train()
     layer.mlp(torch.ones(LENGTH, 1, tiny.HIDDEN))
+    guard.install(tiny.config(**settings()))  # As another model of this process, which is ours.
     layer.config.padded_dispatch = PaddedOptions()  # It alone makes no model ours.
     ours = dispatcher == "padded_alltoall"
     router = layer.mlp.router
