@@ -91,11 +91,13 @@ class _Stack:
         captured: whether a CUDA graph uses it.
         entries: marks of passes, those of the last calls last.
         buffers: memory of rows of some widths and dtype.
-        rooms: those of all calls in the pass that uses it.
+        num_tokens: T of the pass that uses it.
+        rooms: those of all its calls.
     """
 
     num_rows: int
     top: Tensor
+    num_tokens: int = 0
     rooms: "tuple[Room, ...]" = ()
     captured: bool = False
     entries: list[weakref.ref[Entry]] = field(default_factory=list)
@@ -199,7 +201,8 @@ class Store:
         captures = is_capturing()
         stack = None
         for one in self._stacks:
-            if one.captured == captures and -1 < one.last < numbers[-1] < len(one.rooms):
+            goes_on = one.captured == captures and one.num_tokens == num_tokens
+            if goes_on and -1 < one.last < numbers[-1] < len(one.rooms):
                 stack = one
         if stack is None:
             stack = self._begin(num_tokens, captures, count_SL.device)
@@ -228,7 +231,7 @@ class Store:
             found = _Stack(num_rows=num_rows, top=self._top(device))
         else:
             self._stacks.remove(found)
-        found.captured, found.rooms = captures, rooms
+        found.captured, found.num_tokens, found.rooms = captures, num_tokens, rooms
         return found
 
     def _top(self, device: torch.device) -> Tensor:

@@ -111,6 +111,13 @@ def test_more_tokens_than_before():
     assert again.stack is large.stack and again.limit == 20
 
 
+def test_a_call_with_other_tokens_than_the_pass():
+    store = make_store(1, 1)
+    rooms = take(store, 0), take(store, 1, num_tokens=20), take(store, 1)
+    assert [room.stack is rooms[0].stack for room in rooms] == [True, False, True]
+    assert [room.most for room in rooms] == [80, 160, 80]
+
+
 def test_buffers_are_made_once_for_each_shape():
     store = make_store(1)
     room = take(store, 0)
