@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from padded_dispatch.config import CapacityPool, require
@@ -49,12 +48,12 @@ class Trace:
         ranks: int32 [N], its source rank.
         ids_NTK: int16, experts in ascending order, then -1: for a padding token, and for a token
             with fewer than K experts.
-        probs_NTK: float32, the probabilities of these experts, finite, and 0 where the id is -1;
-            None where they were not recorded.
+        probs_NTK: float32, the probabilities of these experts, 0 where the id is -1; None where
+            they were not recorded.
         capacity_pool: of the run; None if it is not known.
 
     Raises:
-        ValueError: names the array, a value, its place, and what to change.
+        ValueError: for a size or an expert out of range.
     """
 
     num_experts: int
@@ -82,9 +81,10 @@ class Trace:
             shape,
             f"be [N, T, K] with at least one record, one token, and K = {self.top_k}",
         )
-        for name in ("steps", "layers", "ranks"):
-            _check(name, getattr(self, name), getattr(self, name) < 0, "be 0 or more")
-        self._check_choices()
+        lowest, highest = self.ids_NTK.min(), self.ids_NTK.max()
+        found = int(highest if lowest >= -1 else lowest)
+        rule = f"be -1 or an expert below num_experts={self.num_experts}"
+        require(-1 <= found < self.num_experts, "ids_NTK", found, rule)
 
     @property
     def num_records(self) -> int:
@@ -113,33 +113,6 @@ class Trace:
             ids_NTK=self.ids_NTK[chosen],
             probs_NTK=None if self.probs_NTK is None else self.probs_NTK[chosen],
         )
-
-    def _check_choices(self) -> None:
-        """Check ids and probabilities one record at a time, to need little memory."""
-        for n, ids_TK in enumerate(self.ids_NTK):
-            name = f"ids_NTK[{n}]"
-            outside = (ids_TK < -1) | (ids_TK >= self.num_experts)
-            rule = f"be -1 or an expert below num_experts={self.num_experts}"
-            _check(name, ids_TK, outside, rule)
-            # As unsigned numbers, -1 is the largest: it may follow every expert, and itself.
-            unsigned_TK = ids_TK.view(np.uint16)
-            wrong_TK = np.zeros(ids_TK.shape, bool)
-            wrong_TK[:, 1:] = unsigned_TK[:, :-1] >= unsigned_TK[:, 1:]
-            rule = "list every expert of a token once, in ascending order, then -1"
-            _check(name, ids_TK, wrong_TK & (ids_TK >= 0), rule, "sort with `ascending`")
-            if self.probs_NTK is not None:
-                name, probs_TK = f"probs_NTK[{n}]", self.probs_NTK[n]
-                _check(name, probs_TK, ~np.isfinite(probs_TK), "be finite")
-                padded_TK = (ids_TK < 0) & (probs_TK != 0)
-                _check(name, probs_TK, padded_TK, "be 0 where there is no id")
-
-
-def _check(name: str, array: NDArray, wrong: NDArray, rule: str, fix: str = "") -> None:
-    """Raise for the first `wrong` element."""
-    if wrong.any():
-        index = np.unravel_index(int(wrong.argmax()), wrong.shape)
-        place = ", ".join(str(i) for i in index)
-        require(False, f"{name}[{place}]", array[index].item(), rule, fix)
 
 
 def ascending(
@@ -288,6 +261,7 @@ def append(part: Trace, file: BinaryIO) -> None:
     file.flush()
 
 
+_FIX = "give a file of `train --trace`"
 _SETTINGS = ("num_experts", "num_ranks", "pool")  # alike in all records of a file
 
 
@@ -300,43 +274,30 @@ def _record_dtype(num_tokens: int, top_k: int, *, probs: bool) -> np.dtype:
 
 def _load(path: Path) -> Trace | None:
     """Read the complete arrays of a file; None if there are none."""
+    arrays: list[NDArray[np.void]] = []
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            arrays: list[NDArray[np.void]] = []
-            while (array := _read_array(file, size)) is not None:
-                arrays.append(array)
-                rule = f"be {arrays[0].dtype}, as in the first step"
-                require(array.dtype == arrays[0].dtype, "dtype", array.dtype, rule)
-            return _trace(arrays) if arrays else None
+            while (start := file.tell()) < size:
+                try:
+                    arrays.append(np.load(file))
+                except Exception as error:  # NumPy raises many types for broken headers.
+                    # The last step may have been cut off, in its records or its header.
+                    if file.tell() == size or (arrays and size - start < HEADER_BYTES):
+                        break
+                    raise ValueError(f"must be a trace, got {error}; {_FIX}") from error
+        return _trace(arrays) if arrays else None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _read_array(file: BinaryIO, size: int) -> NDArray[np.void] | None:
-    """Return the next array of a file of `size` bytes; None at its end, or if it was cut off."""
-    start = file.tell()
-    if start == size:
-        return None
-    try:
-        if npy.read_magic(file) != (1, 0):
-            raise ValueError("another version of .npy")
-        shape, _, dtype = npy.read_array_header_1_0(file, max_header_size=HEADER_BYTES)
-        if dtype != _record_dtype(*dtype["ids"].shape, probs="probs" in (dtype.names or ())):
-            raise ValueError(f"dtype {dtype}")
-        if len(shape) != 1 or shape[0] < 1:
-            raise ValueError(f"shape {shape}")
-    # NumPy raises many types of exception for broken headers.
-    except Exception as error:
-        if start > 0 and size - start < HEADER_BYTES:
-            return None
-        raise ValueError(f"must be a trace, got {error}; give a file of `train --trace`") from error
-    if size - file.tell() < shape[0] * dtype.itemsize:
-        return None
-    return np.fromfile(file, dtype, shape[0])
-
-
 def _trace(arrays: Sequence[NDArray[np.void]]) -> Trace:
+    first = arrays[0].dtype
+    kinds = [_record_dtype(1, 1, probs=probs).names for probs in (False, True)]
+    require(first.names in kinds, "dtype", first, "be that of a trace", _FIX)
+    for array in arrays:
+        require(array.dtype == first, "dtype", array.dtype, f"be {first}, as in the first step")
+
     def joined(field: str) -> NDArray:
         return np.concatenate([array[field] for array in arrays])
 
@@ -362,5 +323,5 @@ def _trace(arrays: Sequence[NDArray[np.void]]) -> Trace:
         layers=joined("layer"),
         ranks=joined("rank"),
         ids_NTK=ids_NTK,
-        probs_NTK=joined("probs") if "probs" in (arrays[0].dtype.names or ()) else None,
+        probs_NTK=joined("probs") if first.names == kinds[1] else None,
     )

@@ -56,6 +56,15 @@ def test_a_pass_uses_one_stack():
     assert [room.first for room in rooms] == [True, False, False]
 
 
+def test_configs_are_asked_for_once_a_pass():
+    store, asked = Store(), []
+    for number in range(3):
+        store.add(lambda number=number: asked.append(number) or config())
+    rooms = [take(store, 0), take(store, 1, num_tokens=9), take(store, 2)]
+    assert asked == [0, 1, 2]
+    assert [room.limit for room in rooms] == [50, 70, 90]  # Those of the tokens that began it.
+
+
 def test_the_next_micro_batch_uses_another_stack_until_backward():
     store = make_store(1, 1)
     early = [take(store, 0), take(store, 1)]
