@@ -21,8 +21,9 @@ N: rows that a buffer has room for
 M: rows of a store, which all layers share
 """
 
+import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 Policy = Literal["probs", "position"]
@@ -91,9 +92,6 @@ class DispatchConfig:
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert's ffn between them (expert tensor parallel).
 
-    Attributes:
-        fits: whether the sizes of a pass follow from its routing.
-
     Raises:
         ValueError: names the field, its value and what to change.
     """
@@ -106,7 +104,6 @@ class DispatchConfig:
     policy: Policy = "probs"
     num_ranks: int = 1
     etp_size: int = 1
-    fits: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "alignment", "num_ranks", "etp_size"):
@@ -142,7 +139,11 @@ class DispatchConfig:
         for name, choices in (("capacity_pool", CAPACITY_POOLS), ("policy", POLICIES)):
             value = getattr(self, name)
             require(value in choices, name, value, f"be one of {', '.join(choices)}")
-        object.__setattr__(self, "fits", factor == FIT)
+
+    @functools.cached_property
+    def fits(self) -> bool:
+        """True if the sizes of a pass follow from its routing: they are not known before."""
+        return self.capacity_factor == FIT
 
     @property
     def num_local_experts(self) -> int:
@@ -164,10 +165,11 @@ class DispatchConfig:
         Example: T=4096, K=8, E=128, factor 1.25 gives C = 320.
 
         Raises:
-            ValueError: if T = 0, and if the factor is `FIT`.
+            ValueError: if T = 0.
         """
         require_tokens(num_tokens)
-        wanted = (num_tokens * self.top_k / self.num_experts) * self._factor
+        assert self.capacity_factor != "fit"
+        wanted = (num_tokens * self.top_k / self.num_experts) * self.capacity_factor
         slots = max(1, math.ceil(min(num_tokens, wanted)))
         step = self.alignment // math.gcd(self.alignment, self.num_sources)
         return -(-slots // step) * step
@@ -188,10 +190,11 @@ class DispatchConfig:
         Example: T=4096, K=8, E=128, R=8, factor 1.25 gives 40,960 rows, in a store and in cells.
 
         Raises:
-            ValueError: if T = 0, and if the factor is `FIT`.
+            ValueError: if T = 0.
         """
         require_tokens(num_tokens)
-        most, factor = self.most_rows(num_tokens), self._factor
+        assert self.capacity_factor != "fit"
+        most, factor = self.most_rows(num_tokens), self.capacity_factor
         if self.capacity_pool == "expert":
             cells = self.num_local_experts * self.num_sources
             return min(cells * self.capacity(num_tokens), most)
@@ -209,17 +212,3 @@ class DispatchConfig:
         if self.fits:
             return num_tokens
         return min(num_tokens, self.num_local_experts * self.capacity(num_tokens))
-
-    @property
-    def _factor(self) -> float:
-        """The factor of sizes that do not depend on the routing."""
-        factor = self.capacity_factor
-        require(
-            factor != FIT,
-            "capacity_factor",
-            factor,
-            "be a number for sizes that do not depend on the routing",
-            "set a number or NO_DROP",
-        )
-        assert factor != "fit"
-        return factor

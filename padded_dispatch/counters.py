@@ -148,11 +148,6 @@ class Counters:
         else:
             count_in_torch(*arguments)
 
-    @torch.no_grad()
-    def add_received(self, count_SL: Tensor) -> None:
-        """Count a pass of cells at the rank of its experts, where `count_SL` rows arrived."""
-        self.idle_passes += count_SL.sum() == 0
-
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the memory behind all counts, to be reduced, copied or restored."""
         return self.totals, self.max_need

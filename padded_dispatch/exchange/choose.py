@@ -143,5 +143,5 @@ def sizes_of(config: DispatchConfig, num_tokens: int, any_tokens: bool) -> dict[
 def rules_of(config: DispatchConfig) -> Values:
     """Return the settings of `config` beside the sizes that `agree_on_shapes` compares anyway."""
     compared = ("num_experts", "top_k")
-    fields = (field.name for field in dataclasses.fields(config) if field.init)
-    return tuple((name, getattr(config, name)) for name in fields if name not in compared)
+    names = (field.name for field in dataclasses.fields(config))
+    return tuple((name, getattr(config, name)) for name in names if name not in compared)

@@ -34,8 +34,7 @@ from padded_dispatch.exchange.symmetric_memory import Buffers, Shape, buffers_of
 from padded_dispatch.routing.plan import Plan
 from padded_dispatch.utils.nvtx import nvtx_range
 
-DTYPES = torch.bfloat16, torch.float16, torch.float32
-DEVICE = "cuda"  # of tokens
+DTYPES = torch.bfloat16, torch.float16, torch.float32  # of tokens, on a GPU
 
 
 class DirectStores:
@@ -71,15 +70,7 @@ class DirectStores:
         """Begin a pass; see `Exchange`. The first pass with a shape is a collective call.
 
         Every token has a slot, whatever P is. P above T stands for ranks with more tokens.
-
-        Raises:
-            ValueError: for tokens on the CPU or in fp64; as `buffers_of`.
         """
-        if tokens_TD.dtype not in DTYPES or tokens_TD.device.type != DEVICE:
-            raise ValueError(
-                "tokens must be bf16, fp16 or fp32 on a GPU with exchange='direct', got "
-                f"{tokens_TD.dtype} on {tokens_TD.device}; set exchange='alltoall'"
-            )
         shape = Shape(
             num_slots=max(tokens_TD.shape[0], num_slots),
             top_k=plan.expert_TK.shape[1],

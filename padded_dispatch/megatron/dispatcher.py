@@ -366,7 +366,7 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         )
         counters = self._counters_now()
         if counters is not None:
-            counters.add_received(given.count_SL)
+            counters.idle_passes += given.count_SL.sum() == 0
         if self.shared_overlap is not None:
             self.shared_overlap.fc1(given.rows_ND)
         return given.rows_ND, given.probs_N

@@ -68,9 +68,9 @@ class Watch:
 
     def _end_behind(self, hidden_states: Any) -> None:
         if hidden_states.requires_grad:
-            hidden_states.register_hook(lambda _: self._end_step_of_passes())
+            hidden_states.register_hook(self._end_step_of_passes)
 
-    def _end_step_of_passes(self) -> None:
+    def _end_step_of_passes(self, grad: Any = None) -> None:
         """End the step, if it has had all its passes and did not end before."""
         if self._left == 0:
             self.end_step()

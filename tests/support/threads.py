@@ -274,7 +274,6 @@ def threads_as_ranks(free_bytes: int = 2**40) -> Iterator[None]:
         patch.object(symmetric_memory, "_free_bytes", lambda device: free_bytes),
         patch.object(symmetric_memory, "gather_objects", _gather_objects),
         patch.object(direct, "check_group", lambda group, *, over_nvlink: over_nvlink or group),
-        patch.object(direct, "DEVICE", "cpu"),
         patch.object(ThreadMemory, "num_barriers", {}),
     ):
         yield
