@@ -60,9 +60,9 @@ def test_configs_are_asked_for_once_a_pass():
     store, asked = Store(), []
     for number in range(3):
         store.add(lambda number=number: asked.append(number) or config())
-    rooms = [take(store, 0), take(store, 1, num_tokens=9), take(store, 2)]
+    rooms = [take(store, number) for number in range(3)]
     assert asked == [0, 1, 2]
-    assert [room.limit for room in rooms] == [50, 70, 90]  # Those of the tokens that began it.
+    assert [room.limit for room in rooms] == [50, 70, 90]
 
 
 def test_the_next_micro_batch_uses_another_stack_until_backward():
