@@ -1,15 +1,18 @@
-"""All kernels compile for Hopper without a GPU; `tests.compile` does it for other GPUs."""
+"""All kernels compile for Hopper and Blackwell without a GPU: `tests.compile`."""
 
 import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.processes import ENVIRONMENT
 
 
-def test_each_kernel_compiles_for_hopper(tmp_path):
+@pytest.mark.parametrize("arch", ["90", "100"])
+def test_each_kernel_compiles(tmp_path, arch):
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.compile", "90", "--once"],
+        [sys.executable, "-W", "ignore", "-m", "tests.compile", arch, "--once"],
         env=ENVIRONMENT | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
