@@ -30,7 +30,7 @@ from typing import Any
 from padded_dispatch.megatron.config import is_ours, log_once, padded_options
 from padded_dispatch.megatron.options import to_plain
 from padded_dispatch.megatron.stacked_linear import StackedLinear
-from padded_dispatch.utils.patches import PATCHED
+from padded_dispatch.utils.patches import PATCHED, Patches
 
 _CONVERSION = "megatron.bridge.models.conversion.model_bridge"
 
@@ -71,19 +71,11 @@ def show_single_experts() -> None:
 def single_experts(chunks: Iterable[Any]) -> Iterator[None]:
     """List the parameters of stacked linears as those of single experts inside a `with` block."""
     modules = [module for chunk in chunks for module in chunk.modules()]
-    kept = {
-        linear: linear._parameters
-        for linear in modules
-        if isinstance(linear, StackedLinear) and "weight" in linear._parameters
-    }
-    singles = {linear: linear.singles() for linear in kept}
-    try:
-        for linear, parameters in singles.items():
-            linear.__dict__["_parameters"] = parameters
+    with Patches() as patches:
+        for module in modules:
+            if isinstance(module, StackedLinear) and "weight" in module._parameters:
+                patches.set(module, "_parameters", module.singles())
         yield
-    finally:
-        for linear, parameters in kept.items():
-            linear.__dict__["_parameters"] = parameters
 
 
 def _showing(method: Callable[..., Any]) -> Callable[..., Any]:

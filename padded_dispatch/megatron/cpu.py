@@ -19,7 +19,7 @@ norm rejects.
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,11 +71,6 @@ class _Stream:
 
     def synchronize(self) -> None:
         """Do nothing."""
-
-
-@contextmanager
-def _stream(stream: object) -> Iterator[None]:
-    yield
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -131,7 +126,7 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch.cuda.nvtx, "range_push", lambda name: 0),
         (torch.cuda.nvtx, "range_pop", lambda: 0),
-        (torch.cuda, "stream", _stream),
+        (torch.cuda, "stream", lambda stream: nullcontext()),
         (torch.cuda, "current_stream", _Stream),
         (torch.cuda, "default_stream", _Stream),
         (torch.cuda, "manual_seed", torch.manual_seed),

@@ -27,10 +27,10 @@ from padded_dispatch.megatron.compat import captures_moe
 from padded_dispatch.megatron.config import NAME, check_config, log_once, take_over
 from padded_dispatch.megatron.cpu import CPU_REMEDY, is_on_cpu
 from padded_dispatch.megatron.graphs import guard
-from padded_dispatch.megatron.layer import PaddedMoELayer, build, dispatcher_type
+from padded_dispatch.megatron.layer import PaddedMoELayer, build
 from padded_dispatch.megatron.megatron_lm import follow_training
 from padded_dispatch.megatron.options import PaddedOptions, require_options
-from padded_dispatch.utils.patches import PATCHED
+from padded_dispatch.utils.patches import PATCHED, Patches
 
 _FIELD: Any = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
 _log = logging.getLogger(__name__)
@@ -91,7 +91,8 @@ def _wrap_post_init(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
             post_init(self)
             return
         take_over(self)
-        with dispatcher_type(self, "alltoall"):
+        with Patches() as patches:
+            patches.set(self, "moe_token_dispatcher_type", "alltoall")
             if captures_moe(self):
                 _with_static_shapes(post_init, self)
             else:

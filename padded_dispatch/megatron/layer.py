@@ -36,30 +36,6 @@ from padded_dispatch.utils.patches import Patches
 
 
 @contextmanager
-def dispatcher_type(config: Any, stock: str) -> Iterator[None]:
-    """Set a dispatcher name that stock code accepts, and restore the config's own afterwards."""
-    name = config.moe_token_dispatcher_type
-    config.moe_token_dispatcher_type = stock
-    try:
-        yield
-    finally:
-        config.moe_token_dispatcher_type = name
-
-
-@contextmanager
-def _without_op_fuser(config: Any) -> Iterator[None]:
-    """Let experts be built without Transformer Engine's op fuser, which dense layers may use.
-
-    Its experts take packed rows and counts on the device; TEGroupedMLP decides when it is built.
-    """
-    name = "use_transformer_engine_op_fuser"
-    with Patches() as patches:
-        if getattr(config, name, False):
-            patches.set(config, name, False)
-        yield
-
-
-@contextmanager
 def _with_bf16_weights(config: Any) -> Iterator[None]:
     """Let packed experts find weights in bf16, with `fp8_param_gather`, too."""
     if config.fp8 and config.fp8_param and chosen_experts(config).packed:
@@ -93,11 +69,10 @@ def build(
     check_config(config)
     guard.install(config)
     pg_collection = pg_collection or get_default_pg_collection()
-    with (
-        dispatcher_type(config, "allgather"),
-        _without_op_fuser(config),
-        _with_bf16_weights(config),
-    ):
+    with Patches() as patches, _with_bf16_weights(config):
+        patches.set(config, "moe_token_dispatcher_type", "allgather")
+        # Its experts take counts on the device; dense layers may use it. Some versions lack it.
+        patches.set(config, "use_transformer_engine_op_fuser", False)
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
     if chosen_experts(config).packed:

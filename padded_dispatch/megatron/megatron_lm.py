@@ -41,7 +41,7 @@ _MODULE = "megatron.training.training"
 
 # Figures in Megatron's line of a step.
 _IN_LINE = ("dropped", "fill", "needed_factor", "expert_overload")
-_TRACE_BYTES = 2**30
+_TRACE_BYTES = 2**30  # of each rank; fewer steps are traced to fit
 
 
 class _Run:
@@ -151,7 +151,6 @@ class _Run:
             every=max(1, min(10, (args.train_iters - step) // 100)),
             steps_done=step,
             num_steps=args.train_iters,
-            max_bytes=_TRACE_BYTES,
         )
 
 
@@ -248,7 +247,6 @@ def record_routing(
     every: int,
     steps_done: int,
     num_steps: int,
-    max_bytes: int,
 ) -> TraceRecorder | None:
     """Attach a recorder to all padded layers of this rank. Call it before graphs are captured.
 
@@ -263,7 +261,6 @@ def record_routing(
         every: steps between two recorded ones; see `TraceRecorder.every`.
         steps_done: steps that a resumed run has done already, else 0.
         num_steps: steps at the end of the run.
-        max_bytes: limit for this rank's file.
 
     Returns:
         The recorder; None if this rank has no padded layer.
@@ -303,7 +300,7 @@ def record_routing(
         capacity_pool=dispatcher.dispatch_config.capacity_pool,
         every=every,
         num_steps=num_steps,
-        max_bytes=max_bytes,
+        max_bytes=_TRACE_BYTES,
     )
     name = f"rank-{dist.get_rank():05d}-step-"
     for earlier in folder.glob(f"{name}*.npy"):

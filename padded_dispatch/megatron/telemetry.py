@@ -27,7 +27,7 @@ sums (its totals, then the idle passes of each rank).
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import is_padded
 
-_T = TypeVar("_T")
 _log = logging.getLogger("padded_dispatch")
 
 
@@ -121,7 +120,11 @@ class Telemetry:
     def __init__(self, chunks: list[Any], *, every: int = 10, step: int = 0) -> None:
         local = padded_moe_layers(chunks)
         self._every, self._first, self._step = every, step + 1, step
-        shapes = of_all_ranks({n: LayerShape.of(layer) for n, layer in local.items()})
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        own = {number: LayerShape.of(layer) for number, layer in local.items()}
+        dist.all_gather_object(of_ranks, own)
+        found = {number: shape for of_rank in of_ranks for number, shape in of_rank.items()}
+        shapes = {number: found[number] for number in sorted(found)}
         if not shapes:
             raise ValueError(
                 "chunks must have a layer with moe_token_dispatcher_type='padded_alltoall', got "
@@ -384,11 +387,3 @@ def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:
                     found[number_in_model(module.router)] = module
     first = max(found, default=0) + 1
     return found | dict(enumerate(unnumbered, first))
-
-
-def of_all_ranks(local: dict[int, _T]) -> dict[int, _T]:
-    """Return what all ranks have by number of layer, in its order; a collective call."""
-    of_ranks: list[dict[int, _T]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, local)
-    found = {number: one for of_rank in of_ranks for number, one in of_rank.items()}
-    return {number: found[number] for number in sorted(found)}

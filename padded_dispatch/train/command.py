@@ -10,6 +10,7 @@ worker starts.
 """
 
 import contextlib
+import gc
 import itertools
 import os
 import sys
@@ -77,6 +78,8 @@ def work(runs: list[Settings], titles: list[str]) -> Any:
 
     Consecutive runs with the same layout share Megatron's process groups.
     """
+    import torch
+
     from padded_dispatch.exchange.mirror import absent_ranks_named
     from padded_dispatch.megatron.world import world
     from padded_dispatch.train import loop
@@ -88,7 +91,8 @@ def work(runs: list[Settings], titles: list[str]) -> Any:
                 for settings in same:
                     loop.show(next(left))
                     outcome = loop.train(settings, device)
-                    loop.free_memory(device)
+                    gc.collect()  # DDP's hooks and the model reference each other.
+                    torch.cuda.empty_cache()
     return outcome
 
 

@@ -6,7 +6,6 @@
 trace (`--trace`) holds the routers' choices, one file per rank, for `padded-dispatch tune`.
 """
 
-import gc
 import os
 import statistics
 import sys
@@ -50,7 +49,6 @@ from padded_dispatch.train.settings import Layout, Settings
 
 _EVALUATION_PASSES = 32
 _TELEMETRY_EVERY = 10  # steps between two checks of drops, at least
-_TRACE_BYTES = 2**30  # of each rank; fewer steps are traced to fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +233,6 @@ def _tracer(trainer: Trainer) -> TraceRecorder | None:
         every=1,
         steps_done=0,
         num_steps=output.steps,
-        max_bytes=_TRACE_BYTES,
     )
     if tracer and tracer.every > 1:
         show(f"each {tracer.every}th step is traced: a rank's trace has at most 1 GiB")
@@ -296,13 +293,6 @@ def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss = losses.float().mean()
     # Megatron divides the first in place by the number of passes.
     return loss, {"loss": loss.detach().clone()}
-
-
-def free_memory(device: torch.device) -> None:
-    """Free what the last run in this process has left in memory."""
-    gc.collect()  # DDP's hooks and the model reference each other.
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @contextmanager

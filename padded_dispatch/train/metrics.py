@@ -202,7 +202,7 @@ class Meter:
             return
         steady = self._steps[len(self._steps) // 2 :]
         samples = [step.start.ms_until(step.done) for step in steady]
-        ms = statistics.median(samples)
+        ms, on_gpu = statistics.median(samples), self._device.type == "cuda"
         row = {
             **_identity(self._settings),
             "pool": self._pool,
@@ -210,30 +210,20 @@ class Meter:
             "samples_ms": samples,
             "host_ms": statistics.median(step.host_ms for step in steady),
             **_speed(self._settings, ms / 1e3),
-            **_peak_memory(self._device),
+            "allocated_gib": symmetric_memory.allocated_gib() if on_gpu else None,
+            "reserved_gib": symmetric_memory.reserved_gib() if on_gpu else None,
             "loss": losses,
             **{name: [getattr(r, name) for r in rows] for name in ("step", "dropped", "fill")},
             "held_out": {"step": list(evaluations), "loss": list(evaluations.values())},
         }
         if any(r.retried is not None for r in rows):
             row["retried"] = sum(r.retried or 0 for r in rows)
-        layout = self._settings.layout
         run = about(
-            num_gpus=layout.workers if layout.device == "cuda" else 0,
+            num_gpus=self._settings.layout.workers if on_gpu else 0,
             command=" ".join(["padded-dispatch", *sys.argv[1:]]),
             commit=self._settings.output.commit,
         )
         append_run(out, run, [row])
-
-
-def _peak_memory(device: torch.device) -> dict[str, Any]:
-    """Return the peaks `allocated_gib` and `reserved_gib` of this rank's GPU; None on a CPU."""
-    if device.type == "cpu":
-        return {"allocated_gib": None, "reserved_gib": None}
-    return {
-        "allocated_gib": symmetric_memory.allocated_gib(),
-        "reserved_gib": symmetric_memory.reserved_gib(),
-    }
 
 
 def _speed(settings: Settings, step_s: float) -> dict[str, float]:

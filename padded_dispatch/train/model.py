@@ -49,8 +49,10 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         ValueError: Megatron or the padded dispatcher does not support the settings.
     """
     model, recipe, layout = settings.model, settings.recipe, settings.layout
-    if settings.dispatch.dispatcher == "padded_alltoall":
-        options = settings.dispatch.padded
+    dispatch = settings.dispatch
+    stock: Any = dispatch.dispatcher.removesuffix("-drop-pad")
+    if dispatch.dispatcher == "padded_alltoall":
+        options = dispatch.padded
         if options.eval_factor is None:  # Evaluation is eager, also beside an iteration graph.
             options = dataclasses.replace(options, eval_factor=FIT)
         install(options)
@@ -68,6 +70,9 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         moe_router_topk=model.top_k,
         moe_ffn_hidden_size=model.ffn_size,
         moe_shared_expert_intermediate_size=model.shared_ffn_size,
+        moe_token_dispatcher_type=stock,
+        moe_expert_capacity_factor=dispatch.capacity_factor,
+        moe_pad_expert_input_to_capacity=dispatch.dispatcher == "alltoall-drop-pad",
         moe_router_dtype="fp32",
         normalization="RMSNorm",
         gated_linear_unit=True,
@@ -84,7 +89,6 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         **graph_fields(settings),
         **_activation(settings),
         **_balancing(settings),
-        **_dispatcher(settings),
         **_precision(settings),
         **fusions(settings),
         **fp8_fields(settings),
@@ -180,16 +184,6 @@ def _balancing(settings: Settings) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 1e-2,
         "moe_router_force_load_balancing": settings.recipe.balancing == "forced",
-    }
-
-
-def _dispatcher(settings: Settings) -> dict[str, Any]:
-    dispatch = settings.dispatch
-    stock = dispatch.dispatcher.removesuffix("-drop-pad")
-    return {
-        "moe_token_dispatcher_type": stock,
-        "moe_expert_capacity_factor": dispatch.capacity_factor,
-        "moe_pad_expert_input_to_capacity": dispatch.dispatcher == "alltoall-drop-pad",
     }
 
 

@@ -13,12 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, bridge, install, uninstall
-from padded_dispatch.megatron.bridge import (
-    _CONTAINERS,
-    KEY,
-    show_single_experts,
-    single_experts,
-)
+from padded_dispatch.megatron.bridge import _CONTAINERS, KEY, show_single_experts, single_experts
 from padded_dispatch.megatron.config import log_once
 from tests.support import parity, tiny
 
@@ -131,11 +126,7 @@ def test_bridge_finds_how_ranks_split_experts(pool2):
     assert pool2.run(_how_ranks_split_experts) == [[(True, 0), (True, 1)]] * 2
 
 
-OPTIONS = PaddedOptions(
-    capacity_pool="store",
-    layer_factors={1: 1.5, 2: NO_DROP},
-    eval_factor=2.0,
-)
+OPTIONS = PaddedOptions(capacity_pool="store", layer_factors={1: 1.5, 2: NO_DROP}, eval_factor=2.0)
 
 
 def config(dispatcher: str = "padded_alltoall") -> TransformerConfig:

@@ -13,6 +13,7 @@ PATCHED = {
     torch.cuda: ("current_device", "synchronize", "Stream", "stream", "current_stream"),
     random: ("_get_cuda_rng_state", "_set_cuda_rng_state"),
     moe_utils: ("te_general_gemm",),
+    transformer_block: ("LayerNormImpl",),
 }
 
 
@@ -26,13 +27,17 @@ def test_tensors_meant_for_cuda_are_made_on_the_cpu():
         assert torch.zeros(2, device="meta").device.type == "meta"
 
 
-def test_leaving_restores_everything():
+def test_leaving_restores_everything(monkeypatch):
+    # Transformer Engine's norm, the default where it is installed, needs a GPU.
+    monkeypatch.setattr(transformer_block, "LayerNormImpl", object)
+
     def attributes():
         return [getattr(owner, name, None) for owner, names in PATCHED.items() for name in names]
 
     before = attributes()
     with pytest.raises(RuntimeError, match="inside"), megatron_on_cpu():
         assert all(a is not b for a, b in zip(attributes(), before, strict=True) if b is not None)
+        assert transformer_block.LayerNormImpl is WrappedTorchNorm
         raise RuntimeError("inside")
     assert all(a is b for a, b in zip(attributes(), before, strict=True))
     assert not torch.overrides._get_current_function_mode_stack()
@@ -48,11 +53,3 @@ def test_inside_and_outside_are_told_apart(monkeypatch):
         check_device()
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     check_device()
-
-
-def test_the_last_norm_is_from_torch(monkeypatch):
-    """Transformer Engine's norm, the default where it is installed, needs a GPU."""
-    monkeypatch.setattr(transformer_block, "LayerNormImpl", object)
-    with megatron_on_cpu():
-        assert transformer_block.LayerNormImpl is WrappedTorchNorm
-    assert transformer_block.LayerNormImpl is object

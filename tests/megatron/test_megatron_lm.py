@@ -31,16 +31,13 @@ class Writer:
         self.flushed = 0
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Keep a value, in the order of the calls."""
         self.scalars.setdefault(name, []).append((step, float(value)))
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Keep values, as W&B's `log`."""
         for name, value in values.items():
             self.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        """Count the calls."""
         self.flushed += 1
 
 
@@ -315,9 +312,7 @@ def test_a_run_that_fails_keeps_its_trace(loop, tmp_path):
 
 def test_what_cannot_be_traced(tmp_path):
     """A rank without layers writes nothing; graphs would hold what is recorded."""
-    sizes = dict(
-        num_microbatches=1, num_tokens=T, every=1, steps_done=0, num_steps=3, max_bytes=2**20
-    )
+    sizes = dict(num_microbatches=1, num_tokens=T, every=1, steps_done=0, num_steps=3)
     with tiny.one_process():
         assert record_routing([nn.Linear(2, 2)], tmp_path / "traces", **sizes) is None
         assert not (tmp_path / "traces").exists()

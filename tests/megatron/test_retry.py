@@ -37,13 +37,7 @@ from padded_dispatch.megatron.telemetry import padded_moe_layers
 from tests.megatron.test_telemetry import model
 from tests.support import tiny
 from tests.support.gpt import LOSS_SCALE
-from tests.support.training import (
-    RETRIED,
-    Model,
-    Training,
-    differing_names,
-    world,
-)
+from tests.support.training import RETRIED, Model, Training, differing_names, world
 
 HALF = dataclasses.replace(RETRIED, dtype=torch.float16, steps=6)
 

@@ -149,7 +149,12 @@ class LayerGraphs:
             # present address.
             device = next(self._chunks[0].parameters()).device
             MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
-        hooked = _hooked(self._chunks)
+        # Their forward pre-hooks wait for parameters.
+        hooked = [
+            chunk
+            for chunk in self._chunks
+            if chunk.ddp_config.overlap_param_gather and chunk.remove_forward_pre_hook_handles
+        ]
         with _without_forward_hooks(hooked):
             _create(self._helper, self._chunks)
             report = None
@@ -345,15 +350,6 @@ def _numbers_kept(helper: Any) -> Iterator[None]:
         for name in ("num_layers_per_chunk", "num_model_chunks"):
             patches.set(helper, name, getattr(helper, name))
         yield
-
-
-def _hooked(chunks: list[Any]) -> list[Any]:
-    """Return the chunks whose forward pre-hooks wait for parameters (`overlap_param_gather`)."""
-    return [
-        chunk
-        for chunk in chunks
-        if chunk.ddp_config.overlap_param_gather and chunk.remove_forward_pre_hook_handles
-    ]
 
 
 @contextmanager

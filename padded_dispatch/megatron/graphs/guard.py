@@ -201,8 +201,17 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _see(layer: Any, moe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note what a pass of a padded layer has, eager or not."""
-    _check_captures(layer, layer.config)
+    """Note what a pass of a padded layer has, eager or not; raise if Megatron captures none."""
+    impl = layer.config.cuda_graph_impl
+    asked = impl == "local" and "moe" in graph_scopes(layer.config)
+    require(
+        not asked or hasattr(layer, "cudagraph_manager"),
+        "cuda_graph_impl",
+        impl,
+        "be 'transformer_engine' for scope 'moe' in a GPTModel, because 'local' captures nothing "
+        "of its layers",
+        "set it, or leave the scopes empty, which captures whole layers",
+    )
     given_context = kwargs.get("inference_context") is not None
     moe.token_dispatcher.configs.given_context = given_context
     if layer.training:
@@ -289,19 +298,6 @@ def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
             return made
 
     return clean_create
-
-
-def _check_captures(layer: Any, config: Any) -> None:
-    """Raise if Megatron would capture nothing of a layer although its config has a scope."""
-    asked = config.cuda_graph_impl == "local" and "moe" in graph_scopes(config)
-    require(
-        not asked or hasattr(layer, "cudagraph_manager"),
-        "cuda_graph_impl",
-        config.cuda_graph_impl,
-        "be 'transformer_engine' for scope 'moe' in a GPTModel, because 'local' captures nothing "
-        "of its layers",
-        "set it, or leave the scopes empty, which captures whole layers",
-    )
 
 
 # Graphs of whole iterations.

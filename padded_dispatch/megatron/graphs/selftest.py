@@ -101,7 +101,10 @@ def run_self_test(chunks: list[Any], samples: list[Sample]) -> SelfTest:
             names rank, layer and tensor.
     """
     found = _Findings()
-    with restore_state(chunks), _whole_layers(samples):
+    with restore_state(chunks), Patches() as patches:
+        for sample in samples:
+            # Replays then return a layer's output, not the input of the schedule's next piece.
+            patches.set(sample.layer.config, "overlap_moe_expert_parallel_comm", False)
         for sample in samples:
             _compare(chunks, sample, found)
         failed, varying = _outcome(found)
@@ -242,15 +245,6 @@ def _compute_delayed_gradients(layer: Any) -> None:
         layer.set_te_cuda_graph_backward_dw_wrapper()
     layer.mlp.backward_dw()
     layer.backward_dw_wrapper.backward_dw()
-
-
-@contextmanager
-def _whole_layers(samples: list[Sample]) -> Iterator[None]:
-    """Let replays return the output of a layer, not the input of the schedule's next piece."""
-    with Patches() as patches:
-        for sample in samples:
-            patches.set(sample.layer.config, "overlap_moe_expert_parallel_comm", False)
-        yield
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:
