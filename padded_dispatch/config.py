@@ -49,9 +49,6 @@ def require(ok: object, field: str, value: object, rule: str, fix: str = "") -> 
 
     Example: `require(k <= e, "top_k", 9, "be at most num_experts=8", "lower top_k")` raises "top_k
     must be at most num_experts=8, got 9; lower top_k".
-
-    Raises:
-        ValueError: if `ok` is false.
     """
     if not ok:
         raise ValueError(f"{field} must {rule}, got {value!r}" + (f"; {fix}" if fix else ""))
@@ -163,9 +160,6 @@ class DispatchConfig:
         of `megatron.core.transformer.moe.moe_utils.get_capacity`, so both round alike.
 
         Example: T=4096, K=8, E=128, factor 1.25 gives C = 320.
-
-        Raises:
-            ValueError: if T = 0.
         """
         require_tokens(num_tokens)
         assert self.capacity_factor != "fit"
@@ -188,9 +182,6 @@ class DispatchConfig:
         A store adds them up over its layers; in its sum any layer can use what others do not need.
 
         Example: T=4096, K=8, E=128, R=8, factor 1.25 gives 40,960 rows, in a store and in cells.
-
-        Raises:
-            ValueError: if T = 0.
         """
         require_tokens(num_tokens)
         assert self.capacity_factor != "fit"
@@ -204,9 +195,6 @@ class DispatchConfig:
         """Return the tokens that a source can send to one rank over collectives (P).
 
         It is T where nothing may be dropped, otherwise at most as many as cells have slots.
-
-        Raises:
-            ValueError: if T = 0.
         """
         require_tokens(num_tokens)
         if self.fits:

@@ -5,8 +5,7 @@ report asks. Totals only grow (and wrap around). A reader takes the difference f
 before, so nothing has to be zeroed while graphs run. Every count is a whole number, probability
 mass too, so no sum depends on an order. Counting is one launch on a GPU.
 
-A `Snapshot` holds counts of some time as plain NumPy. Rates are ratios of sums, so a figure of many
-steps, layers or ranks describes all their rows together; it is not a mean of means.
+A `Snapshot` holds counts of some time as plain NumPy. Rates are ratios of sums, not means of means.
 
 Demand is counted at the source. Rows of cells are kept there, too; those of a store are kept, and
 counted, at the rank of their experts, so what became of a token or of probability is not known.
@@ -244,8 +243,7 @@ class Snapshot:
     def figures(self) -> dict[str, float]:
         """Return one number per figure for all layers, by the names that logs use.
 
-        Each is a sum or a ratio of sums over the layers; overloads and needed factor are the
-        largest of a layer. Empty if nothing was counted.
+        Overloads and needed factor are the largest of a layer. Empty if nothing was counted.
         """
         if not self.num_passes_Y.any():
             return {}
@@ -311,8 +309,7 @@ def snapshot_of(
 ) -> Snapshot:
     """Make a snapshot from rows of `Counters.totals`, summed over ranks, and the largest needs.
 
-    `idle_passes` among the totals is not read, because it does not name the rank; `idle_passes_YR`
-    does.
+    `idle_passes_YR` stands for `idle_passes` among the totals, which does not name the rank.
     """
     num_experts = (totals_YW.shape[1] - len(SCALARS)) // 2
     scalars_WY = totals_YW[:, 2 * num_experts :].T

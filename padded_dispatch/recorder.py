@@ -57,11 +57,7 @@ class RoutingBuffer:
     def observe(
         self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, kept_here: bool
     ) -> None:
-        """Append one micro-batch and discard the first: see `RoutingObserver`.
-
-        Raises:
-            ValueError: probabilities that fp32 cannot hold.
-        """
+        """Append one micro-batch and discard the first: see `RoutingObserver`."""
         require(
             probs_TE.dtype != torch.float64,
             "probs_TE.dtype",
@@ -110,9 +106,6 @@ class TraceRecorder:
     Attributes:
         every: steps between two records of a layer: a multiple of `recording.every`, larger where
             the file would otherwise exceed `max_bytes`.
-
-    Raises:
-        ValueError: not even one step fits into `max_bytes`.
     """
 
     def __init__(

@@ -1,13 +1,10 @@
 """Exchange: tokens to the ranks of their experts and sums home, and the values that travel.
 
-Tokens travel, receivers lay out rows. A source makes a plan (`routing.plan`): which experts each
-token has, and which of its rows for that expert each one is. Each token crosses once to each rank
-that holds one of its experts and arrives at [source, slot], a place that is known without counts;
-the source's plan and its counts arrive beside it. The receiver lays out rows as it likes
-(`experts`), and sends back one row for each choice, or one sum for each token.
-
-Two exchanges: `direct` (stores between the GPUs of one host) and `collectives` (any backend).
-`choose` picks one per layer; `agreement` compares shapes and rules over the ranks first.
+Each token crosses once to each rank that holds one of its experts and arrives at [source, slot], a
+place that is known without counts; the source's plan (`routing.plan`) and its counts arrive beside
+it. The receiver lays out rows as it likes (`experts`), and sends back one row for each choice
+(`direct`: stores between the GPUs of one host), or one sum for each token (`collectives`: any
+backend). `choose` picks one per layer; `agreement` compares shapes and rules over the ranks first.
 
 Letters: T tokens, K experts per token, E experts, L experts on this rank, S sources of an expert's
 rows, P slots of a source on the wire, D hidden size, N rows that a buffer has room for.

@@ -40,7 +40,6 @@ class Agreement:
     Args:
         groups: the groups whose ranks must pass equal values. None and groups of one rank cost
             nothing. Ranks that share no group are compared, too, if groups of others connect them.
-
     """
 
     def __init__(self, *groups: dist.ProcessGroup | None) -> None:
@@ -69,10 +68,9 @@ class Agreement:
             **shapes: values that a capture must share with an earlier eager call.
 
         Raises:
-            ValueError: on every rank of all groups if a value, the layer, or the number of calls so
-                far, differs between two ranks; it lists the value of each rank. Inside a capture:
-                if no eager call has compared these shapes.
-            AbsentRanksError: on every rank that waits, if others do not come; it names them.
+            ValueError: if a value, the layer, or the number of calls so far, differs between two
+                ranks; it lists those of each. In a capture: if no eager call had these shapes.
+            AbsentRanksError: if ranks do not come; it names them.
         """
         key = tuple(shapes.items())
         if is_capturing():
@@ -100,11 +98,7 @@ class Agreement:
         self._compared.add(key)
 
     def largest(self, number: int) -> int:
-        """Return the largest of the ranks' numbers, on the host; a collective call, if eager.
-
-        Raises:
-            AbsentRanksError: as `check`.
-        """
+        """Return the largest of the ranks' numbers, on the host; a collective call, if eager."""
         if self._mirror is None:
             return number
         where = f"call {self._num_calls} of {self._caller}"

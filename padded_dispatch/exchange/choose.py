@@ -34,16 +34,7 @@ def choose(
     """Return the exchange of a layer and the reason, for the log; a collective call of `group`.
 
     Compare `kind`, `packed` and `dtype` over the ranks before: some choices run collectives, others
-    do not.
-
-    Args:
-        config: its sizes of groups, number of experts and policy are read.
-        group: the expert-parallel group; None for a single rank.
-        etp_group: the group whose ranks split every expert's ffn; None where none do.
-        kind: "alltoall", "direct" or "auto".
-        packed: whether our packed experts compute.
-        device: that of the tokens.
-        dtype: likewise.
+    do not. Device and dtype are those of the tokens; groups are None for a single rank.
 
     Raises:
         ValueError: on all ranks, if "direct" was asked for and cannot work.
@@ -102,8 +93,8 @@ def agree_on_shapes(
     T = 0 is checked after the comparison, so every rank raises and none is left in a collective.
 
     Args:
-        agreement: an agreement over the layer's groups.
-        config: config of the pass.
+        agreement: over the layer's groups.
+        config: of the pass.
         tokens_TD: its D and dtype are read as well.
         rules: further values that must be equal on all ranks.
         any_tokens: ranks may have different T; for passes with `FIT`, which take as many slots as
@@ -111,8 +102,7 @@ def agree_on_shapes(
         **shapes: as `rules`, of values that a CUDA graph captures.
 
     Raises:
-        ValueError: on all ranks, when they differ or T is 0.
-        AbsentRanksError: on all ranks that wait, when one does not come.
+        ValueError, AbsentRanksError: on all ranks; see `Agreement.check`.
     """
     num_tokens, hidden_size = tokens_TD.shape
     agreement.check(

@@ -1,8 +1,8 @@
 """The exchange by direct stores: GPUs of one host write rows into each other's memory.
 
-A token crosses the link once to each rank that has one of its experts, into slot t of its source
-there; a rank's own tokens stay where they are. Its rows come home from inside of the product that
-computes them, each to slot t * K + k, and are summed there in ascending expert order.
+A token crosses the link into slot t of its source; a rank's own tokens stay where they are. Its
+rows come home from inside of the product that computes them, each to slot t * K + k, and are summed
+there in ascending expert order.
 
     open, push   rows to their experts, with the plan in a forward pass; barrier
     home         numbers beside rows, product whose rows go home; barrier; sum

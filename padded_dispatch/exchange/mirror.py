@@ -60,10 +60,7 @@ class Mirror:
 
     Args:
         groups: this rank's groups.
-        limit_s: seconds that a rank may come later than another.
-
-    Raises:
-        AbsentRanksError: names the ranks that created none in time.
+        limit_s: seconds that a rank may come later than another. Then `AbsentRanksError` names it.
 
     Attributes:
         ranks: the ranks, by their number in the job, ascending.
@@ -96,7 +93,7 @@ class Mirror:
         """Return the row of each rank, in the order of `ranks`.
 
         Args:
-            row: int64 or uint8 on the host, of the same shape on all ranks.
+            row: on the host, of the same shape on all ranks.
             limit_s: seconds to wait for the last rank.
             where: description of the call, for errors.
 
@@ -136,11 +133,7 @@ class Mirror:
             return rows, f" within {limit_s:g} s, got" if late else _CLOSED
 
     def require_all_alive(self) -> None:
-        """Raise if the process of a rank has ended.
-
-        Raises:
-            AbsentRanksError: the same on all ranks that see it, names them.
-        """
+        """Raise `AbsentRanksError`, alike on all ranks that see it, if a process has ended."""
         if self._failure or not self._ended():
             return
         seconds = _GRACE_S + _STORE_S
@@ -252,13 +245,9 @@ def mirror_of(groups: Sequence[dist.ProcessGroup], limit_s: float) -> Mirror:
 
 @contextmanager
 def absent_ranks_named() -> Iterator[None]:
-    """Turn a collective that fails because a peer has ended into an error that names the peer.
+    """Turn a collective that fails because peers have ended into an error that names them.
 
-    Such an error of gloo or NCCL names no rank. Enter it where the process groups exist, around all
-    training.
-
-    Raises:
-        AbsentRanksError: names the ranks whose processes have ended, and their hosts.
+    Enter it where the process groups exist, around all training.
     """
     try:
         yield

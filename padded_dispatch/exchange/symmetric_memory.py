@@ -1,8 +1,7 @@
 """Symmetric memory: the same buffers on every rank of a group, which all its ranks can write to.
 
-It uses the CUDA backend of torch's symmetric memory, and neither NVSHMEM nor multicast. Allocating
-is a collective call of the group and never happens during a capture: the first eager pass with a
-shape allocates, after the ranks have compared that shape. A shape that does not fit raises on all.
+It uses the CUDA backend of torch's symmetric memory, and neither NVSHMEM nor multicast. The first
+eager pass with a shape allocates, after the ranks have compared that shape: a collective call.
 
 All layers of a group share two allocations, whatever their shapes: one that tokens arrive in, and
 one that rows come home to, S * P * D and P * K * D elements per rank. They are apart, because a
@@ -151,9 +150,7 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
 def buffers_of(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> Buffers:
     """Return the buffers of a shape; the first call with it is a collective call of the group.
 
-    Raises:
-        ValueError: on all ranks, if memory must be allocated and does not fit on one of them; and
-            inside a capture, if the shape is new.
+    Raise on all ranks if they do not fit on one of them, and for a new shape in a capture.
     """
     known = _groups.setdefault(group, _Group())
     if shape not in known.buffers:
@@ -235,17 +232,10 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def check_group(group: dist.ProcessGroup | None, *, over_nvlink: bool) -> dist.ProcessGroup:
-    """Return `group` if all its ranks can write to each other's memory; a collective call.
+    """Return `group` if all its ranks can write to each other's memory, else raise on all.
 
     Where a process does not see the GPUs of others, only an attempt can tell: a little memory is
-    allocated and mapped.
-
-    Args:
-        group: None for a single rank.
-        over_nvlink: require NVLink between the GPUs, since over PCIe collectives are faster.
-
-    Raises:
-        ValueError: on all ranks, if one of them cannot.
+    allocated and mapped. `over_nvlink` requires NVLink, since over PCIe collectives are faster.
     """
     if not torch.cuda.is_available():
         obstacles = ["no CUDA device"]

@@ -32,11 +32,7 @@ from padded_dispatch.utils.phases import require_first_derivatives
 def run(
     tokens_TD: Tensor, prob_TK: Tensor, weights: ExpertWeights, activation: Activation, call: Call
 ) -> Tensor:
-    """Do what `experts.run` says.
-
-    Raises:
-        ValueError: for weights that are not in bf16, or whose sizes are no multiples of 8.
-    """
+    """Do what `experts.run` says; raise for what `gemm.check_on_gpu` refuses."""
     gemm.check_on_gpu(tokens_TD, weights.fc1_LGD, 8 if weights.scaled is None else 16)
     given = weights.fc1_LGD, weights.fc2_LDF, weights.fc1_bias_LG, weights.fc2_bias_LD
     return _Pass.apply(tokens_TD, prob_TK, *given, weights, activation, call)
@@ -167,10 +163,9 @@ class _Pass(torch.autograd.Function):
 
 def _empty_scaled(weights: ExpertWeights, num_rows: int, width: int) -> Scaled | None:
     """Return loose memory for rows in e4m3; None if products read rows as they are."""
-    like = weights.fc1_LGD
     if weights.scaled is None:
         return None
-    return Scaled.empty(num_rows, width, dtype=like.dtype, device=like.device)
+    return Scaled.empty(num_rows, width, like=weights.fc1_LGD)
 
 
 def _weight_gradient(

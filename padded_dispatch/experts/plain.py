@@ -65,11 +65,7 @@ def store_offsets(
 
 
 def release(top: Tensor, offsets: Tensor, before: Tensor) -> None:
-    """Give the rows of a pass back, as `kernels.layout.release` does.
-
-    Raises:
-        RuntimeError: if they were given back before.
-    """
+    """Give the rows of a pass back, as `kernels.layout.release` does; raise if they were before."""
     if top[0] < offsets[-1]:
         raise RuntimeError("rows of a store were given back before their last use")
     top.copy_(torch.stack([offsets[0], before[0]]))

@@ -61,13 +61,13 @@ class ScaledWeights:
     """
 
     def __init__(self, fc1_LGD: Tensor, fc2_LDF: Tensor) -> None:
-        def empty(weight_LOI: Tensor, *axes: int) -> Scaled:
-            shape = (weight_LOI.shape[axis] for axis in axes)
-            return Scaled.empty(*shape, dtype=weight_LOI.dtype, device=weight_LOI.device)
-
+        num_experts, fc1_width, width = fc1_LGD.shape
+        ffn_width = fc2_LDF.shape[2]
         with torch.inference_mode(False):  # Passes of training change them, too.
-            self.fc1_LGD, self.fc1_LDG = empty(fc1_LGD, 0, 1, 2), empty(fc1_LGD, 0, 2, 1)
-            self.fc2_LDF, self.fc2_LFD = empty(fc2_LDF, 0, 1, 2), empty(fc2_LDF, 0, 2, 1)
+            self.fc1_LGD = Scaled.empty(num_experts, fc1_width, width, like=fc1_LGD)
+            self.fc1_LDG = Scaled.empty(num_experts, width, fc1_width, like=fc1_LGD)
+            self.fc2_LDF = Scaled.empty(num_experts, width, ffn_width, like=fc2_LDF)
+            self.fc2_LFD = Scaled.empty(num_experts, ffn_width, width, like=fc2_LDF)
             self._stale = torch.ones(1, dtype=torch.int32, device=fc1_LGD.device)
         _live.add(self)
         _follow_optimizers()

@@ -18,8 +18,7 @@ stack that an earlier call of its pass used last, else one without rows, whose f
 has captured stays with the store, and eager passes keep out of it: replays leave no mark here.
 
 Passes that keep nothing (evaluation, the first pass of recompute) and recompute inside of backward
-have memory of their own: `scratch`, whose room is constant, so that both passes of a recomputed
-layer keep the same rows; or `fitting`.
+have memory of their own: `scratch`, alike in both passes of a recomputed layer, or `fitting`.
 
 Letters: T tokens, L local experts, S sources, D hidden size, G columns of fc1's result, M rows of
 the store, N the most rows of a pass.
@@ -118,13 +117,8 @@ class Room:
     """The room of one pass of one layer.
 
     Attributes:
-        top: int32 [2] on the device: rows in use, and rows that would be if all had found room;
-            None where rows begin at 0 and nothing stays.
-        first: whether rows begin at 0 whatever `top` says.
-        limit: the row of the store that must not be reached.
-        most: the most rows of this pass (N).
+        top, first, limit, most, later: see `kernels.layout.lay_out`.
         share: rows of this pass in perfect balance.
-        later: rows that the passes which follow are sure to have, for the figure of need.
         stack: whose rows they are; None where nothing stays.
         entry: the mark on it, which lives until backward is done.
     """

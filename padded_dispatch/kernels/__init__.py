@@ -78,10 +78,10 @@ class Scaled:
     dtype: torch.dtype
 
     @classmethod
-    def empty(cls, *shape: int, dtype: torch.dtype, device: torch.device) -> "Scaled":
-        """Return unspecified memory for rows of a shape."""
+    def empty(cls, *shape: int, like: Tensor) -> "Scaled":
+        """Return unspecified memory for rows of a shape, in the dtype of `like`, beside it."""
         return cls(
-            values=torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
-            scales=torch.empty(shape[:-1], dtype=torch.float32, device=device),
-            dtype=dtype,
+            values=like.new_empty(shape, dtype=torch.float8_e4m3fn),
+            scales=like.new_empty(shape[:-1], dtype=torch.float32),
+            dtype=like.dtype,
         )

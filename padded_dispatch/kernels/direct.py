@@ -4,9 +4,7 @@ Every rank has a buffer of each kind. `..._R`, int64 [R], holds the addresses of
 ranks, as this rank can store to them. Kernels only store to peers and never read from them. They do
 not synchronize: `exchange.direct` has the barriers.
 
-`push` sends every token once to each other rank that has one of its experts, and the plan beside it
-to all. Rows come home from inside of products (`gemm.rows_times_weights`); `send_beside` sends
-the numbers beside them.
+Rows come home from inside of products (`gemm.rows_times_weights`).
 
 A link is shared by all programs that store over it at a time, so their destinations should differ:
 each token begins with another rank. Stores fill a link to 96 %: notebooks/results/LOG.md has what

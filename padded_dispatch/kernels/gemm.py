@@ -5,10 +5,6 @@ and both gradients of rows. Each row of the product may go to an address of its 
 GPUs. `weight_gradients` multiplies two blocks of rows of one expert, and may add the product to an
 fp32 buffer.
 
-`kernels.Segments` says where the rows lie. Rows are stored or loose: only the coordinate of the
-first one differs. Rows outside of the offsets are never read into a result that is kept, and never
-written.
-
 The kernels are persistent: programs take tiles in turn, experts in ascending order. Of a small
 weight all columns are taken before the next rows; of a large one, up to 16 tiles of rows before the
 next columns, so that an expert of at most 2,048 rows has its weight read once. `row_tiles` finds
@@ -163,11 +159,7 @@ def _packed(rows: Tensor, num_rows: int, columns: int) -> TensorDescriptor:
 
 
 def check_on_gpu(rows: Tensor, weight_LOI: Tensor, multiple: int = 8) -> None:
-    """Raise if these products do not compute such rows and weights.
-
-    Raises:
-        ValueError: names the dtype or the sizes, and what to change.
-    """
+    """Raise if these products do not compute such rows and weights."""
     fix = "use an experts module on the padded layout"
     require(
         rows.dtype == torch.bfloat16,

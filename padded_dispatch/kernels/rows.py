@@ -5,8 +5,7 @@ that found no room. Every element of a result has one writer and every sum one o
 no atomics. Which rows a kernel touches is decided on the device; grids follow shapes alone.
 
 `spread_rows` reads each token once and writes all its rows; rows without room leave zeros at home.
-In a forward pass it finds the rows first, from offsets of every (local expert, source) and each
-choice's place there. `sum_rows` is the transpose. Numbers beside rows travel by `take`.
+`sum_rows` is the transpose. Numbers beside rows travel by `take`.
 
 Letters: S sources of P slots, K choices of a token, D columns, L local experts, N rows; `..._M`:
 stored, row n of the store; `..._N`: loose, whose row 0 is the first row of the pass.

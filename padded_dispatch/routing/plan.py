@@ -1,8 +1,8 @@
 """The plan of a source: which experts each token has, and which row of the source each one is.
 
-It is all that a receiver needs to know about the tokens of a source. It says nothing about layouts
-or ranks. A token's experts are in ascending order, which is the order of every sum over them. The
-rows of one (source, expert) are numbered by token.
+It is all that a receiver needs to know about the tokens of a source. A token's experts are in
+ascending order, which is the order of every sum over them. Plain torch runs on CPUs and is the
+specification; on CUDA tensors kernels give the same bits.
 
 Letters: T tokens, K experts per token, E experts.
 """

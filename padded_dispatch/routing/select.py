@@ -8,10 +8,11 @@ the first C in the policy's order are kept. The policies are those of Megatron's
 - `position`: the first tokens first, as in GShard and Switch (arXiv 2101.03961). The cheapest; it
   always drops from the end of the batch.
 
-The result is exact and deterministic; equals are ordered by token. More slots never drop a row that
-fewer slots kept. Under `probs`, whether a token keeps its slot also depends on later tokens. Shapes
-are static. Selection goes by the map, never by `probs > 0`: a routed token may have probability
-zero. A dropped row adds nothing to its token, whose residual passes through.
+Equals are ordered by token. More slots never drop a row that fewer slots kept. Under `probs`,
+whether a token keeps its slot also depends on later tokens. Selection goes by the map, never by
+`probs > 0`: a routed token may have probability zero.
+
+Plain torch runs on CPUs and is the specification; on CUDA tensors a kernel gives the same bits.
 
 Letters: T tokens, E experts, C slots of a cell.
 """

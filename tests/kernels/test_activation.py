@@ -107,8 +107,7 @@ def test_activations_are_as_exact_as_torch(counts, width, base, num_sources, sha
         as_exact_as_torch(got, expected, wanted)
 
     hidden, gradient = (
-        Scaled.empty(segments.num_rows, columns, dtype=torch.float32, device=grad_NF.device)
-        for columns in (width, fc1_width)
+        Scaled.empty(segments.num_rows, columns, like=grad_NF) for columns in (width, fc1_width)
     )
     again_MG = operand(fc1_nG, segments, stored=True)
     inputs = again_MG, *inputs[1:]

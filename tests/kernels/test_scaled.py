@@ -24,9 +24,9 @@ def same(found: Scaled, rows: Tensor) -> None:
 
 def forms_of(weight_LOI: Tensor) -> tuple[Scaled, Scaled]:
     num_experts, width_out, width_in = weight_LOI.shape
-    how = {"dtype": weight_LOI.dtype, "device": torch.device(DEVICE)}
-    form = Scaled.empty(num_experts, width_out, width_in, **how)
-    return form, Scaled.empty(num_experts, width_in, width_out, **how)
+    like = weight_LOI.to(DEVICE)
+    form = Scaled.empty(num_experts, width_out, width_in, like=like)
+    return form, Scaled.empty(num_experts, width_in, width_out, like=like)
 
 
 def test_quantize_weight_example():
