@@ -122,7 +122,7 @@ class PaddedDispatcher:
             AbsentRanksError: on all ranks that wait, when one does not come.
         """
         selection, plan, wire = self._begin(tokens_TD, probs_TE, map_TE, mask_T, packed=True)
-        call = Call(plan=plan, wire=wire, take_room=self._rooms(len(tokens_TD)))
+        call = Call(wire=wire, take_room=self._rooms(len(tokens_TD)))
         prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
 

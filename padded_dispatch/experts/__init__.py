@@ -23,7 +23,6 @@ from padded_dispatch.exchange import Wire
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import TakeRoom
-from padded_dispatch.routing.plan import Plan
 
 # Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
 # sums and returns unspecified memory.
@@ -72,13 +71,11 @@ class Call:
     """Decisions of the host about one pass of one layer.
 
     Attributes:
-        plan: of this rank's tokens.
-        wire: their exchange.
+        wire: the exchange of this rank's tokens.
         take_room: called with what arrived, returns where rows lie.
         counters: to which the receiver adds what it kept; None counts nothing.
     """
 
-    plan: Plan
     wire: Wire
     take_room: TakeRoom
     counters: Counters | None = None

@@ -225,8 +225,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             setattr(self, name, None)
         return output
 
-    def _start(self, config: DispatchConfig, tokens_TD: Tensor) -> tuple[Plan, Wire]:
-        """Begin the exchange of a pass: return the plan that the attributes hold, and its wire."""
+    def _start(self, config: DispatchConfig, tokens_TD: Tensor) -> Wire:
+        """Begin the exchange of a pass, by the plan that the attributes hold."""
         assert self.expert_SBK is not None
         assert self.place_SBK is not None and self.kept_E is not None
         plan = Plan(
@@ -237,7 +237,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         num_slots = self._slots(config, tokens_TD)
         if config.fits and not self.configs.in_training:
             num_slots = self.agreement.largest(num_slots)  # Ranks generate text of other lengths.
-        return plan, self.exchange.start(plan, tokens_TD, num_slots)
+        return self.exchange.start(plan, tokens_TD, num_slots)
 
     def _slots(self, config: DispatchConfig, tokens_TD: Tensor) -> int:
         """Return the slots of this rank at each other (P); log what the first such pass shows."""
@@ -321,14 +321,13 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Let the experts know the pass; return tokens [T, D], rows [E] and probabilities."""
         config, tokens_TD = self.configs.now, hidden_states.flatten(0, -2)
-        plan, wire = self._start(config, tokens_TD)
+        assert self.kept_E is not None
         self.experts.call = Call(
-            plan=plan,
-            wire=wire,
+            wire=self._start(config, tokens_TD),
             take_room=self._take_room(config, tokens_TD, probs),
             counters=self._counters_now(),
         )
-        return tokens_TD, plan.kept_E, probs
+        return tokens_TD, self.kept_E, probs
 
     def _take_room(self, config: DispatchConfig, tokens_TD: Tensor, prob_TK: Tensor) -> TakeRoom:
         """Return where the rows of a pass may lie: in the store, if backward will need them."""
@@ -353,10 +352,10 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
         config, tokens_TD = self.configs.now, hidden_states.flatten(0, -2)
-        plan, wire = self._start(config, tokens_TD)
+        wire = self._start(config, tokens_TD)
         if self.config.overlap_moe_expert_parallel_comm:  # Another stream reads the plan.
-            for tensor in vars(plan).values():
-                tensor.record_stream(torch.cuda.current_stream())
+            for name in _PLAN_TENSORS:
+                getattr(self, name).record_stream(torch.cuda.current_stream())
         given, self._sent = padded.dispatch(
             tokens_TD,
             probs,

@@ -130,7 +130,7 @@ def forward(model: Model, run: Any, exchange: Any, rooms: Callable[[int], TakeRo
         plan = make_plan(model.maps_YTE[number], top_k=2)
         wire = exchange.start(plan, hidden_TD, case.tokens)
         prob_TK = choice_probs(model.probs_YTE[number], plan.expert_TK)
-        call = Call(plan=plan, wire=wire, take_room=rooms(number))
+        call = Call(wire=wire, take_room=rooms(number))
         hidden_TD = run(hidden_TD, prob_TK, weights, case.activation, call) + hidden_TD
     return hidden_TD
 

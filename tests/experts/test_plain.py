@@ -137,7 +137,7 @@ def one_layer(**given: Any) -> tuple[ExpertWeights, Tensor, dict[str, Tensor]]:
     tokens_TD = leaves["tokens_TD"]
     plan = make_plan(torch.tensor([[True, False, True]]).repeat(5, 1), top_k=2)
     wire = Collectives(3).start(plan, tokens_TD, 5)
-    call = Call(plan=plan, wire=wire, take_room=fitting)
+    call = Call(wire=wire, take_room=fitting)
     prob_TK = choice_probs(leaves["probs_TE"], plan.expert_TK)
     return weights, run(tokens_TD, prob_TK, weights, Activation(), call), leaves
 
