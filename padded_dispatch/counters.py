@@ -40,9 +40,7 @@ _LARGEST = {"expert_overload": 1.0, "rank_overload": 1.0, "needed_factor": 0.0}
 class RoutingObserver(Protocol):
     """Receiver of every selection that is counted."""
 
-    def observe(
-        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, kept_here: bool
-    ) -> None:
+    def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
         """Receive one pass of one layer on one rank.
 
         Called without gradients, possibly while a CUDA graph is captured: an implementation must
@@ -51,9 +49,7 @@ class RoutingObserver(Protocol):
         Args:
             asked_TE: bool [T, E], what the router asked for, without padding tokens.
             probs_TE: floating point [T, E], the router's probabilities before selection.
-            selection: what was kept of it.
-            kept_here: whether all rows of the selection have a slot, as in cells; False if they
-                may find no room in a store.
+            selection: what was kept of it; in a store its rows may still find no room.
         """
 
 
@@ -123,9 +119,7 @@ class Counters:
             self.of_receiver |= {"kept_L": self.kept_L, "max_need": self.max_need}
 
     @torch.no_grad()
-    def observe(
-        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, kept_here: bool
-    ) -> None:
+    def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
         """Count one selection; see `RoutingObserver`."""
         demand_E = selection.demand_E
         if self._of_cells and demand_E is None:
@@ -134,11 +128,11 @@ class Counters:
             self.totals,
             self.max_need,
             asked_TE,
-            selection.kept_TE if kept_here else None,
+            selection.kept_TE if self._of_cells else None,
             probs_TE,
             demand_E,
             self._top_k,
-            asked_TE.shape[1] * selection.capacity if kept_here else 0,
+            asked_TE.shape[1] * selection.capacity if self._of_cells else 0,
         )
         if asked_TE.is_cuda:
             from padded_dispatch.kernels import counters

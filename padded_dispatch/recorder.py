@@ -54,9 +54,7 @@ class RoutingBuffer:
         self.probs_MTK = torch.zeros(shape, dtype=torch.float32, device=device)
 
     @torch.no_grad()
-    def observe(
-        self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection, kept_here: bool
-    ) -> None:
+    def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
         """Append one micro-batch and discard the first: see `RoutingObserver`."""
         require(
             probs_TE.dtype != torch.float64,

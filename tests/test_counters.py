@@ -20,7 +20,7 @@ def test_counts_add_up():
     probs_TE = torch.tensor([[0.5, 0.25, 9.0], [0.75, 9.0, 9.0], [1.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
     for capacity in (2, 1):
         selection = select(asked_TE, probs_TE, capacity=capacity)
-        counters.observe(asked_TE, probs_TE, selection, True)
+        counters.observe(asked_TE, probs_TE, selection)
     for received in ([0, 0], [0, 2], [0, 0]):
         counters.idle_passes += sum(received) == 0
     assert counters.demand_E.tolist() == [6, 2, 0]
@@ -40,7 +40,7 @@ def test_a_store_is_counted_where_its_rows_are_kept():
     asked_TE = torch.tensor([[1, 0, 0, 1, 0, 0], [1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 1, 0]]).bool()
     probs_TE = torch.where(asked_TE, 0.5, torch.nan)
     selection = select(asked_TE, probs_TE, capacity=3)
-    counters.observe(asked_TE, probs_TE, selection, False)
+    counters.observe(asked_TE, probs_TE, selection)
     count_SL = torch.tensor([[4, 0], [2, 1]], dtype=torch.int32)
     for later in (13, 8):  # 7 rows need 20, then 15; room for 5 holds two of each expert.
         room = Room(limit=5, most=9, share=7, later=later)
@@ -93,7 +93,7 @@ def snapshot() -> Snapshot:
     probs_TE = torch.full((T, E), 0.5)
     for _ in range(2):
         selection = select(asked_TE, probs_TE, capacity=3)
-        counters.observe(asked_TE, probs_TE, selection, True)
+        counters.observe(asked_TE, probs_TE, selection)
     counters.num_unplaced += 7
     counters.struck += torch.tensor([3], dtype=torch.int32).sum()
     totals_W = counters.totals.numpy()

@@ -27,7 +27,7 @@ def choices(number: int) -> tuple[list[list[int]], list[list[float]]]:
 
 def observe(buffer: RoutingBuffer, number: int) -> None:
     map_TE, probs_TE = microbatch(number)
-    buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, capacity=2), True)
+    buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, capacity=2))
 
 
 def buffer(num_microbatches: int = 2) -> RoutingBuffer:
@@ -74,7 +74,7 @@ def test_a_replayed_microbatch_is_kept_like_an_eager_one():
     selection = select(map_TE, probs_TE, capacity=2)
     replayed, eager, tape = buffer(3), buffer(3), Tape()
     with tape:
-        replayed.observe(map_TE, probs_TE, selection, True)
+        replayed.observe(map_TE, probs_TE, selection)
     observe(eager, 0)
     for number in range(1, 6):
         for static, new in zip((map_TE, probs_TE), microbatch(number), strict=True):
@@ -107,4 +107,4 @@ def test_probabilities_that_a_trace_cannot_hold():
     map_TE, probs_TE = microbatch(0)
     selection = select(map_TE, probs_TE, capacity=2)
     with pytest.raises(ValueError, match=r"probs_TE.dtype must .*; .* moe_router_dtype='fp32'"):
-        buffer().observe(map_TE, probs_TE.double(), selection, True)
+        buffer().observe(map_TE, probs_TE.double(), selection)

@@ -180,14 +180,13 @@ class SelectAfterCounting(TopKRouter):
             "be a number in a CUDA graph, because the host reads the sizes of a pass that fits",
             "set a number or no-drop where graphs are captured",
         )
-        has_cells = config.capacity_pool == "expert"
-        selects = has_cells and not config.fits
+        selects = config.capacity_pool == "expert" and not config.fits
         capacity = config.capacity(num_tokens) if selects else num_tokens
         selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
         # Each pass is counted once: recompute runs the router twice.
         observers = self.selector.observers if trains() else []
         for observer in observers if self.training else self.selector.eval_observers:
-            observer.observe(map_TE, probs_TE.detach(), selection, kept_here=has_cells)
+            observer.observe(map_TE, probs_TE.detach(), selection)
         return selection.probs_TE, selection.kept_TE
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:

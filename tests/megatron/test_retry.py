@@ -80,7 +80,7 @@ class DropCount:
     def __init__(self) -> None:
         self.dropped: list[int] = []
 
-    def observe(self, asked_TE, probs_TE, selection, kept_here):
+    def observe(self, asked_TE, probs_TE, selection):
         self.dropped.append(int((asked_TE & ~selection.kept_TE).sum()))
 
 

@@ -49,7 +49,7 @@ class HostCount:
         self.kept_E = np.zeros(E, dtype=np.int64)
         self.largest = 0
 
-    def observe(self, asked_TE, probs_TE, selection, kept_here):
+    def observe(self, asked_TE, probs_TE, selection):
         demand_E = asked_TE.numpy().sum(0)
         self.demand_E += demand_E
         self.kept_E += np.minimum(demand_E, selection.capacity)
