@@ -21,7 +21,6 @@ N: rows that a buffer has room for
 M: rows of a store, which all layers share
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
@@ -137,7 +136,7 @@ class DispatchConfig:
             value = getattr(self, name)
             require(value in choices, name, value, f"be one of {', '.join(choices)}")
 
-    @functools.cached_property
+    @property
     def fits(self) -> bool:
         """True if the sizes of a pass follow from its routing: they are not known before."""
         return self.capacity_factor == FIT
@@ -160,10 +159,12 @@ class DispatchConfig:
         of `megatron.core.transformer.moe.moe_utils.get_capacity`, so both round alike.
 
         Example: T=4096, K=8, E=128, factor 1.25 gives C = 320.
+
+        Raises:
+            ValueError: if T = 0, and if the factor is `FIT`.
         """
         require_tokens(num_tokens)
-        assert self.capacity_factor != "fit"
-        wanted = (num_tokens * self.top_k / self.num_experts) * self.capacity_factor
+        wanted = (num_tokens * self.top_k / self.num_experts) * self._factor
         slots = max(1, math.ceil(min(num_tokens, wanted)))
         step = self.alignment // math.gcd(self.alignment, self.num_sources)
         return -(-slots // step) * step
@@ -182,10 +183,12 @@ class DispatchConfig:
         A store adds them up over its layers; in its sum any layer can use what others do not need.
 
         Example: T=4096, K=8, E=128, R=8, factor 1.25 gives 40,960 rows, in a store and in cells.
+
+        Raises:
+            ValueError: if T = 0, and if the factor is `FIT`.
         """
         require_tokens(num_tokens)
-        assert self.capacity_factor != "fit"
-        most, factor = self.most_rows(num_tokens), self.capacity_factor
+        most, factor = self.most_rows(num_tokens), self._factor
         if self.capacity_pool == "expert":
             cells = self.num_local_experts * self.num_sources
             return min(cells * self.capacity(num_tokens), most)
@@ -195,8 +198,19 @@ class DispatchConfig:
         """Return the tokens that a source can send to one rank over collectives (P).
 
         It is T where nothing may be dropped, otherwise at most as many as cells have slots.
+
+        Raises:
+            ValueError: if T = 0.
         """
         require_tokens(num_tokens)
         if self.fits:
             return num_tokens
         return min(num_tokens, self.num_local_experts * self.capacity(num_tokens))
+
+    @property
+    def _factor(self) -> float:
+        factor = self.capacity_factor
+        rule = "be a number for sizes that do not depend on the routing"
+        require(factor != FIT, "capacity_factor", factor, rule, "set a number or NO_DROP")
+        assert factor != "fit"
+        return factor

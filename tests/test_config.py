@@ -175,7 +175,7 @@ def test_sizes_of_a_pass_that_fits_are_not_known_before(capacity_pool):
     )
     assert config.fits and not DispatchConfig(**GOOD).fits
     for size in (config.capacity, config.rows):
-        with pytest.raises(AssertionError):
+        with pytest.raises(ValueError, match=r"^capacity_factor must be a number .* got 'fit'"):
             size(7)
     assert config.wire_slots(7) == 7
     assert config.most_rows(7) == 14

@@ -37,6 +37,9 @@ class Activation:
         gated: whether fc1 returns a gate and up.
         clamp: above 0; infinity clamps nothing. Needs `gated`.
         offset: added to up. Needs `gated`.
+
+    Raises:
+        ValueError: names the field, its value and what to change.
     """
 
     function: Function = "silu"
