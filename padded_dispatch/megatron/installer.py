@@ -94,9 +94,14 @@ def _wrap_post_init(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         with Patches() as patches:
             patches.set(self, "moe_token_dispatcher_type", "alltoall")
             if captures_moe(self):
-                _with_static_shapes(post_init, self)
-            else:
-                post_init(self)
+                # Megatron accepts scope `moe` only with both; shapes here are static without.
+                patches.set(self, "moe_pad_expert_input_to_capacity", True)
+                factor = self.moe_expert_capacity_factor
+                if factor is None or factor < 0:
+                    self.moe_expert_capacity_factor = None
+                    factor = float(self.num_moe_experts or 1)
+                    patches.set(self, "moe_expert_capacity_factor", factor)
+            post_init(self)
         if not hasattr(self, "padded_dispatch"):
             self.padded_dispatch = _options
         take_over(self)
@@ -106,21 +111,3 @@ def _wrap_post_init(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         keep_options()
 
     return padded_post_init
-
-
-def _with_static_shapes(post_init: Callable[[Any], None], config: Any) -> None:
-    """Run Megatron's checks of graph scopes as if the config had a padded capacity.
-
-    Megatron accepts scope `moe` only with `moe_pad_expert_input_to_capacity` and a capacity factor.
-    Shapes of the padded dispatcher are static without either.
-    """
-    pads, factor = config.moe_pad_expert_input_to_capacity, config.moe_expert_capacity_factor
-    drops = factor is not None and factor >= 0
-    config.moe_pad_expert_input_to_capacity = True
-    if not drops:
-        config.moe_expert_capacity_factor = float(config.num_moe_experts or 1)
-    try:
-        post_init(config)
-    finally:
-        config.moe_pad_expert_input_to_capacity = pads
-        config.moe_expert_capacity_factor = factor if drops else None

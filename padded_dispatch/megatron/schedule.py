@@ -94,26 +94,20 @@ def replayed(layer: Any, mask_BS: Tensor | None) -> AbstractContextManager[None]
     Raises:
         ValueError: if the layer was captured without a mask, or with one of another shape.
     """
-    if (mask_BS is not None or _captured.get(layer) is not None) and _captures(layer.config):
-        _load(layer, mask_BS)
-    return nullcontext() if mask_BS is None else _mlp_with(layer, mask_BS)
-
-
-def _load(layer: Any, mask_BS: Tensor | None) -> None:
     captured_BS = _captured.get(layer)
-    if captured_BS is None:
-        require(
-            mask_BS is None,
-            "padding_mask",
-            None if mask_BS is None else list(mask_BS.shape),
-            "be None in a replay of a layer that was captured before any mask was given",
-            _REMEDY,
-        )
-    elif mask_BS is None:
-        captured_BS.zero_()
-    else:
+    captures = _captures(layer.config)
+    if mask_BS is None:
+        if captures and captured_BS is not None:
+            captured_BS.zero_()
+        return nullcontext()
+    if captures:
+        rule = "be None in a replay of a layer that was captured before any mask was given"
+        shape = list(mask_BS.shape)
+        require(captured_BS is not None, "padding_mask", shape, rule, _REMEDY)
+        assert captured_BS is not None
         _check_shape(mask_BS, captured_BS.shape)
         captured_BS.copy_(mask_BS)
+    return _mlp_with(layer, mask_BS)
 
 
 def _captures(config: Any) -> bool:

@@ -51,6 +51,8 @@ def transformer_config(settings: Settings) -> TransformerConfig:
     model, recipe, layout = settings.model, settings.recipe, settings.layout
     dispatch = settings.dispatch
     stock: Any = dispatch.dispatcher.removesuffix("-drop-pad")
+    on_gpu = layout.device == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     if dispatch.dispatcher == "padded_alltoall":
         options = dispatch.padded
         if options.eval_factor is None:  # Evaluation is eager, also beside an iteration graph.
@@ -76,6 +78,10 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         moe_router_dtype="fp32",
         normalization="RMSNorm",
         gated_linear_unit=True,
+        bf16=on_gpu,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        moe_grouped_gemm=on_gpu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -89,7 +95,6 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         **graph_fields(settings),
         **_activation(settings),
         **_balancing(settings),
-        **_precision(settings),
         **fusions(settings),
         **fp8_fields(settings),
     )
@@ -185,17 +190,6 @@ def _balancing(settings: Settings) -> dict[str, Any]:
         "moe_aux_loss_coeff": 1e-2,
         "moe_router_force_load_balancing": settings.recipe.balancing == "forced",
     }
-
-
-def _precision(settings: Settings) -> dict[str, Any]:
-    if settings.layout.device == "cuda":
-        return {
-            "bf16": True,
-            "params_dtype": torch.bfloat16,
-            "pipeline_dtype": torch.bfloat16,
-            "moe_grouped_gemm": True,
-        }
-    return {"pipeline_dtype": torch.float32}
 
 
 def fusions(settings: Settings) -> dict[str, Any]:

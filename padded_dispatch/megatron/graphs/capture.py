@@ -65,25 +65,6 @@ def check_random_states(device: torch.device) -> None:
     )
 
 
-def check_gradients_are_not_read(chunks: list[Any]) -> None:
-    """Raise if DDP is set to check gradients on the host within a step.
-
-    Args:
-        chunks: the model's chunks, each in Megatron's DistributedDataParallel.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    for name in ("check_for_nan_in_grad", "check_for_large_grads"):
-        require(
-            not any(getattr(chunk.ddp_config, name) for chunk in chunks),
-            name,
-            True,
-            "be False with one CUDA graph of a whole step, because it reads norms on the host",
-            "set it to False in DistributedDataParallelConfig, or use LayerGraphs",
-        )
-
-
 class LayerGraphs:
     """CUDA graphs of a model's layers: forward and backward, for each microbatch in flight.
 
@@ -225,7 +206,7 @@ class IterationGraph:
 
         Raises:
             ValueError: if the arguments or the layers have changed since the first call; in the
-                first call, see `check_random_states` and `check_gradients_are_not_read`.
+                first call, if DDP reads gradients on the host, and see `check_random_states`.
             torch.OutOfMemoryError: if the graph does not fit; the message names it.
         """
         sizes = {
@@ -233,7 +214,15 @@ class IterationGraph:
         }
         if not self._sizes:
             check_random_states(next(kwargs["model"][0].parameters()).device)
-            check_gradients_are_not_read(kwargs["model"])
+            for name in ("check_for_nan_in_grad", "check_for_large_grads"):
+                require(
+                    not any(getattr(chunk.ddp_config, name) for chunk in kwargs["model"]),
+                    name,
+                    True,
+                    "be False with one CUDA graph of a whole step, because it reads norms on the "
+                    "host",
+                    "set it to False in DistributedDataParallelConfig, or use LayerGraphs",
+                )
             self._layers = guard.padded_layers(kwargs["model"])
             self._sizes, self._states = sizes, [guard.state_of(layer) for layer in self._layers]
         guard.check_unchanged(self._sizes, sizes)
