@@ -115,15 +115,6 @@ class Trace:
         )
 
 
-def ascending(
-    ids: NDArray[np.int16], probs: NDArray[np.float32] | None
-) -> tuple[NDArray[np.int16], NDArray[np.float32] | None]:
-    """Sort every token's choices into the normal form: by expert, then -1. Shapes [..., K]."""
-    order = np.argsort(ids.view(np.uint16), axis=-1, kind="stable")
-    sorted_probs = None if probs is None else np.take_along_axis(probs, order, axis=-1)
-    return np.take_along_axis(ids, order, axis=-1), sorted_probs
-
-
 def merge(traces: Sequence[Trace], names: Sequence[object] | None = None) -> Trace:
     """Merge traces, such as one per rank, into one.
 

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from padded_dispatch.trace import Trace, append, ascending
+from padded_dispatch.trace import Trace, append
+
+
+def ascending(ids: np.ndarray, probs: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Sort every token's choices into the normal form: by expert, then -1. Shapes [..., K]."""
+    order = np.argsort(ids.view(np.uint16), axis=-1, kind="stable")
+    sorted_probs = None if probs is None else np.take_along_axis(probs, order, axis=-1)
+    return np.take_along_axis(ids, order, axis=-1), sorted_probs
 
 
 def small_trace(
