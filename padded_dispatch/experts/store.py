@@ -30,7 +30,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, call
 
 import torch
 from torch import Tensor
@@ -212,7 +212,7 @@ class Store:
 
     def _begin(self, num_tokens: int, captures: bool, device: torch.device) -> _Stack:
         """Return a stack without rows for a pass that begins, out of the list of all."""
-        rooms = _rooms_of(tuple(config() for config in self._configs), num_tokens)
+        rooms = _rooms_of(tuple(map(call, self._configs)), num_tokens)
         num_rows, found = rooms[-1].limit, None
         # A capture may also take over what eager passes have left.
         for stack in sorted(self._stacks, key=attrgetter("captured")):
