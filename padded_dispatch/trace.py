@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from padded_dispatch.config import CapacityPool, require
@@ -253,6 +254,7 @@ def append(part: Trace, file: BinaryIO) -> None:
 
 
 _FIX = "give a file of `train --trace`"
+_MAGIC = npy.magic(1, 0)
 _SETTINGS = ("num_experts", "num_ranks", "pool")  # alike in all records of a file
 
 
@@ -270,11 +272,13 @@ def _load(path: Path) -> Trace | None:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             while (start := file.tell()) < size:
+                magic = file.read(npy.MAGIC_LEN)
+                file.seek(start)
                 try:
-                    arrays.append(np.load(file))
+                    arrays.append(npy.read_array(file, allow_pickle=False))
                 except Exception as error:  # NumPy raises many types for broken headers.
                     # The last step may have been cut off, in its records or its header.
-                    if file.tell() == size or (arrays and size - start < HEADER_BYTES):
+                    if file.tell() == size and _MAGIC.startswith(magic):
                         break
                     raise ValueError(f"must be a trace, got {error}; {_FIX}") from error
         return _trace(arrays) if arrays else None
