@@ -98,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         default=["none"],
         help="parameter gradients: none: left where they are; fused: added to fp32 buffers, as by "
-        "Megatron's DDP with gradient_accumulation_fusion",
+        "Megatron's DDP with gradient_accumulation_fusion; first: likewise in a step's first "
+        "micro-batch",
     )
     sweeps.add_argument(
         "--readme",

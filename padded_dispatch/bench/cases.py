@@ -23,8 +23,9 @@ Variant = Literal["auto", "cells", "module", "packed", "direct"]
 
 # Where gradients of parameters go. "none": nowhere, each pass starts without them. "fused": to fp32
 # buffers; experts' products add theirs, with `gradient_accumulation_fusion`, and the others are
-# added after the pass, as Megatron's DDP does.
-MainGrad = Literal["none", "fused"]
+# added after the pass, as Megatron's DDP does. "first": the same in a step's first micro-batch,
+# where packed experts store theirs.
+MainGrad = Literal["none", "fused", "first"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ def stock_flags(case: Case, *, on_gpu: bool) -> dict[str, Any]:
         "moe_permute_fusion": on_gpu and contender.dispatcher != "padded_alltoall",
         "moe_router_fusion": on_gpu,
         "moe_grouped_gemm": on_gpu,
-        "gradient_accumulation_fusion": case.main_grad == "fused",
+        "gradient_accumulation_fusion": case.main_grad != "none",
         **({"fp8": "hybrid", "fp8_recipe": "tensorwise"} if contender.fp8 else {}),
     }
 

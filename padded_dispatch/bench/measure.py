@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from padded_dispatch.bench.cases import SKEWS, Case, MainGrad
+from padded_dispatch.megatron.stacked_linear import StackedLinear
 from padded_dispatch.utils.routings import routing_scores
 from padded_dispatch.utils.shapes import LayerShape
 
@@ -121,7 +122,8 @@ class Passes:
         graphed: capture forward and backward as CUDA graphs, by
             `torch.cuda.make_graphed_callables` over the whole layer.
         main_grad: unless "none", each parameter gets the attributes that Megatron's DDP gives it:
-            `main_grad`, an fp32 buffer, and `grad_added_to_main_grad`. A pass adds its gradients.
+            `main_grad`, an fp32 buffer, and `grad_added_to_main_grad`. A pass adds its gradients;
+            with "first" packed experts store theirs.
     """
 
     def __init__(
@@ -139,6 +141,8 @@ class Passes:
             for parameter in self._parameters:
                 parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
                 parameter.grad_added_to_main_grad = False
+        linears = [module for module in layer.modules() if isinstance(module, StackedLinear)]
+        self._zeroed = [linear.zeroed for linear in linears] if main_grad == "first" else []
         self._tokens = batches[0].tokens.clone().requires_grad_()
         self._logits = batches[0].logits.clone()
         self._grad = torch.randn_like(batches[0].tokens)
@@ -160,6 +164,8 @@ class Passes:
         self._tokens.grad = None
         for parameter in self._parameters:
             parameter.grad = None
+        for zeroed in self._zeroed:
+            zeroed.fill_(1)
         output = self._fn(self._tokens, self._logits)
         output.backward(self._grad)
         if self._main_grad != "none":

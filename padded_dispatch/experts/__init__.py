@@ -30,16 +30,38 @@ Delayed = deque[Callable[[], Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sums:
+    """The memory to which backward adds the gradient of a weight.
+
+    Attributes:
+        sums_LOI: fp32.
+        spare_LOI: what autograd gets as the gradient: memory of the weight's shape and dtype that
+            is never written; layers may share it. None makes new memory.
+        zeroed: int32 [2]; unless the first is 0, the next gradient is stored, not added, because
+            the sums are zeros, and it becomes 0. The second is scratch. None always adds.
+    """
+
+    sums_LOI: Tensor
+    spare_LOI: Tensor | None = None
+    zeroed: Tensor | None = None
+
+    def unspecified(self, dtype: torch.dtype) -> Tensor:
+        """Return what autograd gets for a weight whose gradient was added."""
+        if self.spare_LOI is None:
+            return torch.empty_like(self.sums_LOI, dtype=dtype)
+        # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
+        return self.spare_LOI.detach()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
     """Weights of L experts, in one dtype.
 
     Attributes:
         fc1_LGD, fc2_LDF: on CUDA devices bf16, and D and F are multiples of 8.
         fc1_bias_LG, fc2_bias_LD: None if there is no bias.
-        fc1_sums_LGD, fc2_sums_LDF: fp32, to which backward adds the gradient of a weight; None
-            leaves it to autograd.
-        fc1_spare_LGD, fc2_spare_LDF: with sums, what autograd gets as the gradient: memory of the
-            weight's shape and dtype that is never written; layers may share it.
+        fc1_sums, fc2_sums: to which backward adds the gradient of a weight; None leaves it to
+            autograd.
         scaled: the same weights in e4m3, with which a pass computes its rows; None computes in the
             dtype of the weights. Its refreshed state is read, so all passes between two steps
             share it. Then D and F are multiples of 16 on CUDA devices.
@@ -51,19 +73,11 @@ class ExpertWeights:
     fc2_LDF: Tensor
     fc1_bias_LG: Tensor | None = None
     fc2_bias_LD: Tensor | None = None
-    fc1_sums_LGD: Tensor | None = None
-    fc2_sums_LDF: Tensor | None = None
-    fc1_spare_LGD: Tensor | None = None
-    fc2_spare_LDF: Tensor | None = None
+    fc1_sums: Sums | None = None
+    fc2_sums: Sums | None = None
     scaled: ScaledWeights | None = None
     fc1_delayed: Delayed | None = None
     fc2_delayed: Delayed | None = None
-
-
-def unspecified_gradient(sums_LOI: Tensor, spare_LOI: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return what autograd gets for a weight whose gradient was added to `sums_LOI`."""
-    # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
-    return torch.empty_like(sums_LOI, dtype=dtype) if spare_LOI is None else spare_LOI.detach()
 
 
 @dataclass(frozen=True, kw_only=True)

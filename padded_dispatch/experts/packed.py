@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from padded_dispatch.experts import Call, ExpertWeights, unspecified_gradient
+from padded_dispatch.experts import Call, ExpertWeights, Sums
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.store import Room
 from padded_dispatch.kernels import Scaled, Segments, gemm, grouped, layout, rows
@@ -136,10 +136,8 @@ class _Pass(torch.autograd.Function):
         if needs_fc2_bias:
             grad_fc2_bias = grouped.sum_rows(grad_ND, prob_M, segments, stored=False)
 
-        sums = weights.fc2_sums_LDF, weights.fc2_spare_LDF
-        of_fc2 = partial(_weight_gradient, grad_ND, hidden_NF, segments, False, *sums)
-        sums = weights.fc1_sums_LGD, weights.fc1_spare_LGD
-        of_fc1 = partial(_weight_gradient, grad_fc1_MG, rows_MD, segments, True, *sums)
+        of_fc2 = partial(_weight_gradient, grad_ND, hidden_NF, segments, False, weights.fc2_sums)
+        of_fc1 = partial(_weight_gradient, grad_fc1_MG, rows_MD, segments, True, weights.fc1_sums)
         last = partial(_give_back, of_fc1 if needs_fc1 else None, room, found)
         grad_fc1 = grad_fc2 = None
         if needs_fc2 and weights.fc2_delayed is None:
@@ -173,14 +171,12 @@ def _weight_gradient(
     rows_NI: Tensor,
     segments: Segments,
     stored: bool,
-    sums_LOI: Tensor | None,
-    spare_LOI: Tensor | None,
+    sums: Sums | None,
 ) -> Tensor:
     """Return a weight's gradient, or add it to the sums and return unspecified memory."""
-    product_LOI = gemm.weight_gradients(grad, rows_NI, segments, sums_LOI, stored=stored)
-    if sums_LOI is None:
-        return product_LOI
-    return unspecified_gradient(sums_LOI, spare_LOI, rows_NI.dtype)
+    to = () if sums is None else (sums.sums_LOI, sums.zeroed)
+    product_LOI = gemm.weight_gradients(grad, rows_NI, segments, *to, stored=stored)
+    return product_LOI if sums is None else sums.unspecified(rows_NI.dtype)
 
 
 def _give_back(of_fc1: Callable[[], Tensor] | None, room: Room, found: layout.Offsets) -> Any:

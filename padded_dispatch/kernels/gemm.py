@@ -3,7 +3,7 @@
 `rows_times_weights` multiplies every expert's rows by that expert's matrix: both forward linears
 and both gradients of rows. Each row of the product may go to an address of its own, also on other
 GPUs. `weight_gradients` multiplies two blocks of rows of one expert, and may add the product to an
-fp32 buffer.
+fp32 buffer, or store it there while that holds zeros.
 
 The kernels are persistent: programs take tiles in turn, experts in ascending order. Of a small
 weight all columns are taken before the next rows; of a large one, up to 16 tiles of rows before the
@@ -359,17 +359,23 @@ def weight_gradients(
     rows: Tensor,
     segments: Segments,
     sums_LOI: Tensor | None = None,
+    zeroed: Tensor | None = None,
     *,
     stored: bool,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """Compute every expert's `grad.T @ rows`, and add it to its sums if there are any.
 
+    Sums that are zeros need not be read. The device knows whether they are, so there are two
+    launches, one of which ends at once.
+
     Args:
         grad: contiguous bf16 or fp16, as wide as O, a multiple of 8.
         rows: contiguous, same dtype, as wide as I, a multiple of 8.
         segments: where the rows of each expert lie; without tiles.
         sums_LOI: contiguous fp32; None makes a result in the dtype of the rows, rounded once.
+        zeroed: int32 [2], with sums: unless the first is 0, products are stored, whatever the sums
+            hold, and it becomes 0; the second is scratch. None adds.
         stored: whether `grad` and `rows` are stored, or loose.
         tiles: launch parameters; None are those of `gradient_tiles`.
 
@@ -377,43 +383,47 @@ def weight_gradients(
         The sums or the result, [L, O, I].
 
     Example: the loose `grad = [[1], [2], [3]]` and `rows = [[1], [10], [100]]`, with `offsets = [7,
-    9, 9, 10]` of three experts, give `[[[21]], [[0]], [[300]]]`.
+    9, 9, 10]` of three experts, give `[[[21]], [[0]], [[300]]]`. Sums of ones become `[[[22]],
+    [[1]], [[301]]]`, and with `zeroed = [1, 0]` the products.
     """
     num_experts, width_out, width_in = segments.num_experts, grad.shape[1], rows.shape[1]
     out_LOI = rows.new_empty(num_experts, width_out, width_in) if sums_LOI is None else sums_LOI
     if tiles is None:
         tiles = gradient_tiles(segments.num_expected, num_experts, sums_LOI is not None)
     half = [1, tiles.rows, tiles.columns // 2]
-    _weight_gradients_kernel[(tiles.programs * multiprocessors(rows.device),)](
-        _packed(grad, tiles.inner, tiles.rows),
-        _packed(rows, tiles.inner, tiles.columns),
-        TensorDescriptor.from_tensor(out_LOI, half) if sums_LOI is None else sums_LOI,
-        segments.offsets,
-        segments.num_sources,
-        num_experts,
-        width_out,
-        width_in,
-        triton.cdiv(width_out, tiles.rows),
-        triton.cdiv(width_in, tiles.columns),
-        ADDS=sums_LOI is not None,
-        STORED=stored,
-        EXPERTS=triton.next_power_of_2(num_experts),
-        ROWS=tiles.rows,
-        COLUMNS=tiles.columns,
-        INNER=tiles.inner,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+    launches = [False] if sums_LOI is None else [True] if zeroed is None else [False, True]
+    for adds in launches:
+        _weight_gradients_kernel[(tiles.programs * multiprocessors(rows.device),)](
+            _packed(grad, tiles.inner, tiles.rows),
+            _packed(rows, tiles.inner, tiles.columns),
+            out_LOI if adds else TensorDescriptor.from_tensor(out_LOI, half),
+            zeroed,
+            segments.offsets,
+            segments.num_sources,
+            num_experts,
+            width_out,
+            width_in,
+            triton.cdiv(width_out, tiles.rows),
+            triton.cdiv(width_in, tiles.columns),
+            ADDS=adds,
+            STORED=stored,
+            EXPERTS=triton.next_power_of_2(num_experts),
+            ROWS=tiles.rows,
+            COLUMNS=tiles.columns,
+            INNER=tiles.inner,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
     return out_LOI
 
 
-def gradient_tiles(num_rows: int, num_experts: int, adds: bool) -> Tiles:
+def gradient_tiles(num_rows: int, num_experts: int, in_fp32: bool) -> Tiles:
     """Return the fastest launch parameters of gradients of weights.
 
     Two small programs on a multiprocessor compute beside each other's stores, which few rows of an
-    expert are soon due. Sums that are read take the shared memory of the fourth stage.
+    expert are soon due. Sums take the shared memory of the fourth stage.
     """
-    if adds:
+    if in_fp32:
         return Tiles(stages=3)
     if num_rows <= _FEW_ROWS * num_experts:
         return Tiles(columns=128, stages=3, warps=4, programs=2)
@@ -425,6 +435,7 @@ def _weight_gradients_kernel(
     grad,
     rows,
     out,
+    zeroed,
     offsets,
     num_sources,
     num_experts,
@@ -450,6 +461,12 @@ def _weight_gradients_kernel(
     until = ((e + 1) * of_expert + num_programs - 1 - program) // num_programs
     blocks = (until - before) * tl.maximum(tl.cdiv(ends - starts, INNER), 1)
     num_steps = tl.sum(tl.where(valid, blocks, 0), 0)
+    if zeroed is not None:
+        # The launch that stores goes first. What one launch reads, only the other one writes.
+        are_zeros = tl.load(zeroed + 1 if ADDS else zeroed)
+        if program == 0:
+            tl.store(zeroed if ADDS else zeroed + 1, 0 if ADDS else are_zeros)
+        num_steps = tl.where((are_zeros != 0) == ADDS, 0, num_steps)
 
     first = 0 if STORED else tl.load(offsets)
     # One loop over all of them, so that the next tile is read while one is stored. Triton does not

@@ -13,9 +13,10 @@ and come out, so it works as with any other.
 
 In training with Megatron's DDP, backward adds weight gradients to `main_grad` in fp32 and sets
 `grad_added_to_main_grad`, as Megatron's own linears do with `gradient_accumulation_fusion`; what
-autograd gets is unspecified memory. `adds_gradients` has the exceptions. In these, gradients arrive
-in the parameters' dtype and DDP adds them. Every micro-batch's gradient is then rounded to bf16
-once, by at most 2**-8 of itself.
+autograd gets is unspecified memory. A step's first gradient is stored, since DDP has just zeroed
+the buffer (`stacked_linear.following_zeros`). `adds_gradients` has the exceptions. In these,
+gradients arrive in the parameters' dtype and DDP adds them. Every micro-batch's gradient is then
+rounded to bf16 once, by at most 2**-8 of itself.
 
 With `delay_wgrad_compute` or `overlap_dispatch_backward_with_experts_wgrad`, backward keeps what
 the gradients of the weights need, and Megatron calls `backward_dw` to compute them. The operations
@@ -278,16 +279,13 @@ class StackedExperts(MegatronModule):
         call, self.call = self.call, None
         assert call is not None
         first, second, adds = self.linear_fc1, self.linear_fc2, adds_gradients(self.config)
-        sums = (first.sums(), second.sums()) if adds else (None, None)
         weights = ExpertWeights(
             fc1_LGD=first.weight,
             fc2_LDF=second.weight,
             fc1_bias_LG=first.biases(),
             fc2_bias_LD=second.biases(),
-            fc1_sums_LGD=sums[0],
-            fc2_sums_LDF=sums[1],
-            fc1_spare_LGD=None if sums[0] is None else first.spare(),
-            fc2_spare_LDF=None if sums[1] is None else second.spare(),
+            fc1_sums=first.sums(adds),
+            fc2_sums=second.sums(adds),
             scaled=self._refreshed() if self.in_fp8 else None,
             fc1_delayed=first.delayed,
             fc2_delayed=second.delayed,

@@ -8,9 +8,10 @@ stock configs pass through unchanged:
 - `MoELayer.__init__` raises for an unknown name: see `padded_dispatch.megatron.layer`.
 - The type of the config field becomes the choices of `--moe-token-dispatcher-type`.
 
-It also follows Megatron-LM's training loop (`padded_dispatch.megatron.megatron_lm`), if that has
-been imported by then, or when a config with this dispatcher is made. All that is wrapped, here and
-by layers, is in the table of `padded_dispatch/megatron/README.md`.
+It also wraps `zero_grad_buffer` of Megatron's DDP, for the gradients of packed experts; and it
+follows Megatron-LM's training loop (`padded_dispatch.megatron.megatron_lm`), if that has been
+imported by then, or when a config with this dispatcher is made. All that is wrapped, here and by
+layers, is in the table of `padded_dispatch/megatron/README.md`.
 """
 
 import functools
@@ -23,13 +24,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.megatron.bridge import keep_options
-from padded_dispatch.megatron.compat import captures_moe
+from padded_dispatch.megatron.compat import captures_moe, found
 from padded_dispatch.megatron.config import NAME, check_config, log_once, take_over
 from padded_dispatch.megatron.cpu import CPU_REMEDY, is_on_cpu
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import PaddedMoELayer, build
 from padded_dispatch.megatron.megatron_lm import follow_training
 from padded_dispatch.megatron.options import PaddedOptions, require_options
+from padded_dispatch.megatron.stacked_linear import following_zeros
 from padded_dispatch.utils.patches import PATCHED, Patches
 
 _FIELD: Any = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
@@ -57,6 +59,8 @@ def install(options: PaddedOptions | None = None) -> None:
     PATCHED.wrap(TransformerConfig, "__post_init__", _wrap_post_init)
     PATCHED.wrap(MoELayer, "__init__", _wrap_init)
     PATCHED.wrap(_FIELD, "type", lambda names: Literal[(*get_args(names), NAME)])
+    if hasattr(ddp := found("distributed.DistributedDataParallel"), "zero_grad_buffer"):
+        PATCHED.wrap(ddp, "zero_grad_buffer", following_zeros)
     follow_training()
 
 

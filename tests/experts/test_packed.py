@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.exchange.direct import DirectStores
-from padded_dispatch.experts import Call, Delayed, ExpertWeights, packed, plain
+from padded_dispatch.experts import Call, Delayed, ExpertWeights, Sums, packed, plain
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import Buffers, Store, TakeRoom, fitting, scratch
@@ -95,7 +95,8 @@ class Model:
             for linear, suffix in (("fc1", "LGD"), ("fc2", "LDF")):
                 if case.sums:
                     ones = torch.ones_like(given[f"{linear}_{suffix}"], requires_grad=False)
-                    given[f"{linear}_sums_{suffix}"] = ones
+                    zeroed = torch.zeros(2, dtype=torch.int32)
+                    given[f"{linear}_sums"] = Sums(sums_LOI=ones, zeroed=zeroed)
                 if case.delayed:
                     given[f"{linear}_delayed"] = Delayed()
             if case.scaled:
@@ -111,8 +112,8 @@ class Model:
         ):
             found[f"probs {number}"] = probs_TE.grad
             for name in self.names:
-                sums = getattr(weights, name.replace("_", "_sums_", 1), None)
-                gradient = getattr(weights, name).grad if sums is None else sums
+                sums = getattr(weights, f"{name[:3]}_sums") if "bias" not in name else None
+                gradient = getattr(weights, name).grad if sums is None else sums.sums_LOI
                 found[f"{name} {number}"] = gradient
         return {name: value.detach().double() for name, value in found.items()}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights
 from padded_dispatch.exchange.collectives import Collectives
-from padded_dispatch.experts import Call, plain, run
+from padded_dispatch.experts import Call, Sums, plain, run
 from padded_dispatch.experts.store import Room, fitting
 from padded_dispatch.kernels import layout
 from padded_dispatch.routing.plan import choice_probs, make_plan
@@ -143,7 +143,7 @@ def one_layer(**given: Any) -> tuple[ExpertWeights, Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("summed", ["", "added", "stored"])
 def test_gradients_of_weights_go_where_they_are_wanted(summed, delayed):
     _, out_TD, plain_leaves = one_layer()
     out_TD.sum().backward()
@@ -152,8 +152,11 @@ def test_gradients_of_weights_go_where_they_are_wanted(summed, delayed):
     suffixes = {"fc1": "LGD", "fc2": "LDF"}
     if summed:
         for name, shape in shapes.items():
-            given[f"{name}_sums_{suffixes[name]}"] = torch.full(shape, 2.0, dtype=torch.float64)
-            given[f"{name}_spare_{suffixes[name]}"] = torch.zeros(shape, dtype=torch.float64)
+            given[f"{name}_sums"] = Sums(
+                sums_LOI=torch.full(shape, 2.0 if summed == "added" else torch.nan).double(),
+                spare_LOI=torch.zeros(shape, dtype=torch.float64),
+                zeroed=torch.tensor([summed == "stored", 0], dtype=torch.int32),
+            )
     if delayed:
         given |= {f"{name}_delayed": deque() for name in shapes}
     weights, out_TD, leaves = one_layer(**given)
@@ -167,13 +170,15 @@ def test_gradients_of_weights_go_where_they_are_wanted(summed, delayed):
             assert gradient is None
             queue = getattr(weights, f"{name}_delayed")
             if summed:
-                assert (getattr(weights, f"{name}_sums_{suffix}") == 2).all()
+                before = getattr(weights, f"{name}_sums").sums_LOI
+                assert (before.isnan() if summed == "stored" else before == 2).all()
             gradient = queue.popleft()()
             assert not queue
         assert gradient is not None and gradient.dtype == leaf.dtype
         if summed:
-            gradient = getattr(weights, f"{name}_sums_{suffix}") - 2
-            assert not getattr(weights, f"{name}_spare_{suffix}").any()
+            sums = getattr(weights, f"{name}_sums")
+            gradient = sums.sums_LOI - (2 if summed == "added" else 0)
+            assert not sums.spare_LOI.any() and not sums.zeroed.any()
         torch.testing.assert_close(gradient, wanted)
     for name in ("tokens_TD", "probs_TE", "fc1_bias_LG", "fc2_bias_LD"):
         assert torch.equal(leaves[name].grad, plain_leaves[name].grad), name

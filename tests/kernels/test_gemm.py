@@ -88,8 +88,13 @@ def test_weight_gradients_example():
     given = (
         operand(padded(rows), segments, False) for rows in ([[1], [2], [3]], [[1], [10], [100]])
     )
-    found_LOI = gemm.weight_gradients(*given, segments, stored=False, tiles=SMALL)
-    assert found_LOI[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
+    given, how = (*given, segments), {"stored": False, "tiles": SMALL}
+    assert gemm.weight_gradients(*given, **how)[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
+    sums_LOI = torch.ones(3, 8, 8, device=DEVICE)
+    assert gemm.weight_gradients(*given, sums_LOI, **how)[:, 0, 0].tolist() == [22.0, 1.0, 301.0]
+    zeroed = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
+    gemm.weight_gradients(*given, sums_LOI, zeroed, **how)
+    assert sums_LOI[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
 
 
 def test_row_tiles_example():
@@ -259,6 +264,14 @@ def test_weight_gradients_are_added_in_fp32(counts, base, num_sources, stored):
     how = {"stored": stored, "tiles": SMALL}
     sums_LOI = torch.full_like(expected_LOI, 0.25, device=DEVICE)
     equal((gemm.weight_gradients(*given, sums_LOI, **how), expected_LOI + 0.25))
+    zeroed = torch.tensor([1, 7], dtype=torch.int32, device=DEVICE)
+    for number, step in enumerate(("zeros", "added", "added", "zeros")):
+        if step == "zeros":
+            zeroed += 1
+            sums_LOI.fill_(torch.nan)
+        gemm.weight_gradients(*given, sums_LOI, zeroed, **how)
+        equal((sums_LOI, expected_LOI * (number % 3 + 1)))
+        assert zeroed[0] == 0
     equal((gemm.weight_gradients(*given, **how), expected_LOI.to(DTYPE)))
 
 

@@ -106,7 +106,7 @@ def test_what_is_wrapped_is_in_the_table_and_uninstall_undoes_all_of_it(others):
     page = (PACKAGE / "megatron/README.md").read_text()
     table = page[page.index("## What is patched") :].split("\n\n## ")[0]
     assert found == set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE))
-    assert len(found) == 12
+    assert len(found) == 13
     uninstall()
     assert wrapped() == set()
 
@@ -141,7 +141,9 @@ def symbols() -> set[str]:
                 module = f"{node.module}.".removeprefix("megatron.core.")
                 found |= {f"{module}{name.name}" for name in node.names}
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                named = r"(activations|full_cuda_graph|fusions|models|transformer)(\.\w+)+"
+                named = (
+                    r"(activations|distributed|full_cuda_graph|fusions|models|transformer)(\.\w+)+"
+                )
                 found |= {node.value} if re.fullmatch(named, node.value) else set()
     return {name for name in found if not name.endswith(".cuda_graphs")}
 

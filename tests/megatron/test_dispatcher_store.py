@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.experts import store
 from padded_dispatch.megatron import PaddedOptions, dispatcher, padded_spec
+from padded_dispatch.megatron.stacked_linear import following_zeros
 from tests.support import tiny
 from tests.support.parity import megatron
 
@@ -194,7 +195,7 @@ def test_ddp_hears_of_a_gradient_once_and_when_it_is_there(adds):
     ddp = DistributedDataParallel(made.config, config, made)
     weight, ready = made.experts.linear_fc1.weight, []
     if not adds:
-        made.experts.linear_fc1.sums = lambda: None
+        made.experts.linear_fc1.sums = lambda adds: None
     group = ddp.param_to_bucket_group[weight]
     hear = group.register_grad_ready
 
@@ -212,6 +213,27 @@ def test_ddp_hears_of_a_gradient_once_and_when_it_is_there(adds):
         ddp.finish_grad_sync()
         assert len(ready) == seed + 1
         assert torch.equal(ready[-1], weight.main_grad) and weight.main_grad.any()
+
+
+def test_the_first_gradient_of_a_step_is_stored():
+    """Of any number of micro-batches, unless DDP has added one before; NaN stands for zeros."""
+    made = layer("store", 1.0)
+    ddp = DistributedDataParallel(made.config, DistributedDataParallelConfig(), made)
+    zero = following_zeros(DistributedDataParallel.zero_grad_buffer)
+    linears = made.experts.linear_fc1, made.experts.linear_fc2
+    found = []
+    for num_passes, by_ddp in ((1, False), (2, False), (1, True)):
+        zero(ddp)
+        for linear in linears:
+            linear.weight.main_grad.fill_(5 if by_ddp else torch.nan)
+            if by_ddp:
+                assert linear.sums(adds=False) is None
+        for _ in range(num_passes):
+            ddp(tokens(15))[0].square().sum().backward()
+        found.append([linear.weight.main_grad.clone() for linear in linears])
+    for once, twice, added in zip(*found, strict=True):
+        assert once.any() and once.isfinite().all()
+        assert torch.equal(twice, 2 * once) and torch.equal(added, 5 + once)
 
 
 def _over_two_ranks(work: Callable[..., Any], *args: Any) -> Any:
