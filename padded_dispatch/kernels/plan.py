@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_TILE = 4096  # Elements of the map that a program holds at once.
+_TILE = 4096  # Elements of the map that a program holds at once; twice as many of large maps.
 _MAX_BLOCKS = 128  # Blocks of tokens, whose counts one program adds up.
 
 
@@ -25,7 +25,8 @@ def plan(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, num_experts = map_TE.shape
     map_TE = map_TE.contiguous()
     block_e = triton.next_power_of_2(num_experts)
-    block_t = max(1, min(triton.next_power_of_2(num_tokens), _TILE // block_e))
+    tile = _TILE if num_tokens * block_e <= _TILE * _MAX_BLOCKS else 2 * _TILE
+    block_t = max(1, min(triton.next_power_of_2(num_tokens), tile // block_e))
     steps = triton.cdiv(num_tokens, block_t)
     tokens_per_block = triton.cdiv(steps, min(steps, _MAX_BLOCKS)) * block_t
     num_blocks = triton.cdiv(num_tokens, tokens_per_block)
