@@ -104,7 +104,7 @@ def _check(settings: Settings) -> None:
     from padded_dispatch.utils.results import require_results
 
     layout, recipe = settings.layout, settings.recipe
-    Windows(load_corpus().held_out, recipe.seq_length, recipe.seed)  # The shorter text.
+    Windows(load_corpus(recipe.text).held_out, recipe.seq_length, recipe.seed)  # The shorter text.
     if settings.output.out is not None:
         require_results("--out", settings.output.out)
     # As in the workers: without a GPU, `install` would warn.

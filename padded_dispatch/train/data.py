@@ -1,4 +1,4 @@
-"""Training text that every machine has: the source of Python's standard library, byte by byte.
+"""Training text, byte by byte: by default the source of Python's standard library.
 
 A sample's bytes depend on its number and the seed alone: the number of ranks changes which rank
 reads a sample, never which samples a step has.
@@ -20,6 +20,7 @@ from padded_dispatch.config import require
 # Tests and third-party packages differ from one installation to the next.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 _HELD_OUT_SHARE = 20  # one file in twenty
+_DOCUMENTS = ".md", ".rst", ".txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,33 +31,36 @@ class Corpus:
     held_out: np.ndarray
 
 
-def load_corpus(root: Path | None = None) -> Corpus:
-    """Read every Python file below `root`, sorted by name, each followed by a zero byte.
+def load_corpus(text: str | None = None) -> Corpus:
+    """Read files of a folder, sorted by name, each followed by a zero byte.
 
     A file's name alone decides whether it is held out.
 
     Args:
-        root: a folder; the standard library's by default.
+        text: a folder, whose documents are held out. None is the standard library, of which one
+            Python file in twenty is.
 
     Raises:
         ValueError: there is too little text for both parts.
     """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+    root = Path(sysconfig.get_paths()["stdlib"] if text is None else text)
+    endings = (".py",) if text is None else (".py", *_DOCUMENTS)
     parts: dict[bool, list[bytes]] = {False: [], True: []}
-    for name in sorted(_python_files(root)):
-        held_out = zlib.crc32(name.encode()) % _HELD_OUT_SHARE == 0
+    for name in sorted(_files(root, endings)):
+        share = zlib.crc32(name.encode()) % _HELD_OUT_SHARE
+        held_out = share == 0 if text is None else name.endswith(_DOCUMENTS)
         parts[held_out].append((root / name).read_bytes() + b"\0")
-    enough = all(parts.values())
-    require(enough, "root", str(root), "hold enough Python files to train and evaluate on")
+    rule = "be a folder with Python files to train on and documents to evaluate on"
+    require(all(parts.values()), "--text", str(root), rule)
     train, held_out = (np.frombuffer(b"".join(parts[key]), np.uint8) for key in (False, True))
     return Corpus(train=train, held_out=held_out)
 
 
-def _python_files(root: Path) -> Iterator[str]:
+def _files(root: Path, endings: tuple[str, ...]) -> Iterator[str]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - _SKIPPED
         for name in names:
-            if name.endswith(".py"):
+            if name.endswith(endings):
                 yield Path(folder, name).relative_to(root).as_posix()
 
 

@@ -136,7 +136,7 @@ def train(settings: Settings, device: torch.device) -> Outcome:
 
 
 def _build(settings: Settings, device: torch.device) -> Trainer:
-    recipe, corpus = settings.recipe, load_corpus()
+    recipe, corpus = settings.recipe, load_corpus(settings.recipe.text)
     config = transformer_config(settings)
     chunks = build_chunks(settings, config)
     on_gpu = settings.layout.device == "cuda"

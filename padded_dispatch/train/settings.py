@@ -105,6 +105,23 @@ PRESETS = {
             qk_layernorm=True,
         ),
     ),
+    "small": Preset(
+        about="16 layers of 64 small experts, 0.9 billion parameters",
+        model=ModelShape(
+            hidden_size=1024,
+            num_heads=16,
+            num_kv_groups=4,
+            head_size=64,
+            num_experts=64,
+            top_k=8,
+            ffn_size=256,
+            qk_layernorm=True,
+        ),
+        num_layers=16,
+        seq_length=2048,
+        micro_batch=8,
+        steps=1000,
+    ),
     "gpt-oss-20b": Preset(
         about="layers like GPT-OSS-20B's, without attention sinks and sliding windows",
         model=ModelShape(
@@ -136,6 +153,11 @@ class Recipe:
     balancing: Balancing = _option(
         "how tokens are spread over experts; forced: random routing, for measuring times",
         default="aux-loss",
+    )
+    text: str | None = _option(
+        "folder whose Python files to train on, and .md, .rst and .txt files to evaluate on "
+        "(default: Python's standard library, one file in twenty to evaluate on)",
+        default=None,
     )
     fp8: Fp8 = _option("Megatron's recipe of fp8, on GPUs", default="none")
     seed: int = _option("seed of the weights and of the order of the data", default=1234)

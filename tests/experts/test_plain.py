@@ -1,4 +1,4 @@
-"""The pass of packed experts on CPUs, and the store's rule, against the oracle."""
+"""The pass of packed experts on CPUs, and the store's rule; `test_dispatcher.py` has the oracle."""
 
 from collections import deque
 from typing import Any
@@ -16,7 +16,7 @@ from padded_dispatch.kernels import layout
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from tests.support import reference
 from tests.support.device import equal, here
-from tests.support.whole_layers import check, make_case
+from tests.support.whole_layers import make_case
 
 
 def offsets_of(count: list[list[int]], **room: Any) -> tuple[Any, ...]:
@@ -112,13 +112,6 @@ def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
         layout.release(there_top, in_kernel)
         equal((top, there_top))
     assert top.tolist() == [0, 0]
-
-
-def test_layers_are_the_oracle():
-    """Of four ranks; `tests/test_dispatcher.py` has all routings and settings."""
-    sizes: Any = dict(num_experts=12, top_k=3, capacity_factor=1.0, num_ranks=4)
-    config = DispatchConfig(**sizes, capacity_pool="store")
-    check(make_case(config, ["thin", "hot", "full"]), "store")
 
 
 # One rank, one layer: where gradients of weights go, and dtypes.

@@ -21,8 +21,8 @@ from tests.support.training import Model, digest, same_bits, ways_agree
 TABLE = {(row.check, row.name): row for row in table()}
 
 
-def of(ranks: int, device: str) -> pytest.MarkDecorator:
-    fitting = [r for r in TABLE.values() if r.ranks == ranks and (device == "cuda" or r.cpu)]
+def of(*ranks: int, device: str = "cuda") -> pytest.MarkDecorator:
+    fitting = [r for r in TABLE.values() if r.ranks in ranks and (device == "cuda" or r.cpu)]
     return pytest.mark.parametrize("row", fitting, ids=lambda row: f"{row.check}: {row.name}")
 
 
@@ -36,36 +36,26 @@ def pool1():
         yield pool
 
 
-@of(1, "cpu")
-def test_on_one_rank(pool1, row):
-    assert failures(pool1, row, "cpu") == []
-
-
-@of(2, "cpu")
-def test_on_two_ranks(pool2, row):
-    assert failures(pool2, row, "cpu") == []
-
-
-@of(4, "cpu")
-def test_on_four_ranks(pool4, row):
-    assert failures(pool4, row, "cpu") == []
+@of(1, 2, 4, device="cpu")
+def test_on_cpus(request, row):
+    assert failures(request.getfixturevalue(f"pool{row.ranks}"), row, "cpu") == []
 
 
 @pytest.mark.gpu
-@of(1, "cuda")
+@of(1)
 def test_on_one_gpu(gpu_pools, row):
     assert failures(gpu_pools[1], row, "cuda") == []
 
 
 @pytest.mark.multi_gpu
-@of(2, "cuda")
+@of(2)
 def test_on_two_gpus(gpu_pools, row):
     assert failures(gpu_pools[2], row, "cuda") == []
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
-@of(4, "cuda")
+@of(4)
 def test_on_four_gpus(gpu_pools, row):
     assert failures(gpu_pools[4], row, "cuda") == []
 

@@ -8,12 +8,6 @@ from padded_dispatch.kernels import layout
 from tests.support.device import DEVICE, ints
 
 
-def test_lay_out_without_a_stack():
-    found = layout.lay_out(ints([3], [2]), None, first=True, limit=4, most=4, later=0)
-    assert found.offsets.tolist() == [0, 2, 4]
-    assert found.level.item() == 2
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="a failed assertion ends the device")
 def test_rows_that_were_given_back_fail(monkeypatch: pytest.MonkeyPatch):
     from triton.runtime import interpreter

@@ -106,7 +106,6 @@ def test_what_is_wrapped_is_in_the_table_and_uninstall_undoes_all_of_it(others):
     page = (PACKAGE / "megatron/README.md").read_text()
     table = page[page.index("## What is patched") :].split("\n\n## ")[0]
     assert found == set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE))
-    assert len(found) == 13
     uninstall()
     assert wrapped() == set()
 

@@ -1,5 +1,7 @@
 """The text, its split, and samples that depend on their number and the seed alone."""
 
+import sysconfig
+
 import numpy as np
 import pytest
 import torch
@@ -22,13 +24,17 @@ def files(root, names):
 HELD_OUT = ["held/f6.py", "m30.py"]
 
 
-def test_files_come_in_the_order_of_their_names_and_are_split_by_them(tmp_path):
+def test_files_come_in_the_order_of_their_names_and_are_split_by_them(tmp_path, monkeypatch):
     files(tmp_path, ["b.py", "a/z.py", *HELD_OUT, "a.py", "notes.txt", "test/x.py", "a/tests/y.py"])
-    corpus = load_corpus(tmp_path)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    corpus = load_corpus()
     assert corpus.train.tobytes() == b"# a.py\n\0# a/z.py\n\0# b.py\n\0"
     assert corpus.held_out.tobytes() == b"# held/f6.py\n\0# m30.py\n\0"
-    with pytest.raises(ValueError, match=r"^root must hold enough Python files to train .*, got"):
-        load_corpus(tmp_path / "held")
+    corpus = load_corpus(str(tmp_path))
+    assert corpus.train.tobytes().count(b"\0") == 5
+    assert corpus.held_out.tobytes() == b"# notes.txt\n\0"
+    with pytest.raises(ValueError, match=r"^--text must be a folder with Python files .*held"):
+        load_corpus(str(tmp_path / "held"))
     with pytest.raises(ValueError, match=r"^--seq-length must be less than .* 9 bytes, got 9$"):
         Windows(np.zeros(9, np.uint8), 9, 1)
 
