@@ -113,8 +113,8 @@ class StackedLinear(nn.Module):
         self.delayed: Delayed | None = deque() if delays else None
         self._spare: Tensor | None = None
         self._when_added: list[Callable[[], None]] = []
-        device = weights[0].device
-        self.register_buffer("zeroed", torch.zeros(2, dtype=torch.int32, device=device), False)
+        # No buffer: it follows the sums, and what puts a model's counts back must leave it alone.
+        self.zeroed = torch.zeros(2, dtype=torch.int32, device=weights[0].device)
         self.num_experts = len(weights)
         self.weight = nn.Parameter(torch.stack([weight.detach() for weight in weights]))
         for name, value in vars(weights[0]).items():
@@ -129,6 +129,10 @@ class StackedLinear(nn.Module):
                 vars(parameter)["skip_backward_post_hook"] = skips
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_stack)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.zeroed = fn(self.zeroed)
+        return super()._apply(fn, recurse)
 
     def __getattr__(self, name: str) -> Any:
         try:
