@@ -12,8 +12,9 @@ from padded_dispatch.utils.shapes import SHAPES, LayerShape
 # Measured with SwiGLU experts without bias.
 MODELS = {
     "tiny": LayerShape(hidden_size=32, num_experts=8, top_k=2, ffn_size=48),
-    # The experts of DeepSeek-V3, without its shared expert and its groups of experts.
-    "deepseek-v3": LayerShape(hidden_size=7168, num_experts=256, top_k=8, ffn_size=2048),
+    # A quarter of DeepSeek-V3's experts, which at EP 2 have as many rows each as at EP 8, without
+    # its shared expert and its groups of experts.
+    "deepseek-v3-quarter": LayerShape(hidden_size=7168, num_experts=64, top_k=8, ffn_size=2048),
     **SHAPES,
 }
 
