@@ -14,12 +14,14 @@ wanted or not.
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from padded_dispatch.exchange import Wire
 from padded_dispatch.experts import Call, ExpertWeights, Sums
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.store import Room
@@ -36,6 +38,18 @@ def run(
     gemm.check_on_gpu(tokens_TD, weights.fc1_LGD, 8 if weights.scaled is None else 16)
     given = weights.fc1_LGD, weights.fc2_LDF, weights.fc1_bias_LG, weights.fc2_bias_LD
     return _Pass.apply(tokens_TD, prob_TK, *given, weights, activation, call)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """What backward needs beside tensors that autograd keeps; `stored` are rows in a stack."""
+
+    wire: Wire
+    room: Room
+    found: layout.Offsets
+    segments: Segments
+    row_SPK: Tensor
+    stored: tuple[Tensor, ...]
 
 
 class _Pass(torch.autograd.Function):
@@ -97,9 +111,11 @@ class _Pass(torch.autograd.Function):
         product = partial(gemm.rows_times_weights, *given, stored=False, **to)
         sum_TD, _ = wire.home(product, row_SPK, found.offsets)
         # Autograd may drop memory of the pass's own, and have it filled again by recompute.
-        own = vars(buffers).values() if room.stack is None else ()
+        mine = tuple(vars(buffers).values())
+        own, stored = (mine, ()) if room.stack is None else ((), mine)
         ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *own)
-        ctx.kept = wire, room, found, segments, row_SPK, [] if own else vars(buffers).values()
+        given = {"segments": segments, "row_SPK": row_SPK, "stored": stored}
+        ctx.kept = _Kept(wire=wire, room=room, found=found, **given)
         ctx.weights, ctx.activation = weights, act
         return sum_TD
 
@@ -113,8 +129,9 @@ class _Pass(torch.autograd.Function):
                 "the pass kept, got a second run; leave out retain_graph, or set experts='module'"
             )
         fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *own = ctx.saved_tensors
-        (wire, room, found, segments, row_SPK, stored), ctx.kept = ctx.kept, None
-        rows_MD, fc1_MG, prob_M, home_M = own or stored
+        kept, ctx.kept = ctx.kept, None
+        wire, segments, row_SPK = kept.wire, kept.segments, kept.row_SPK
+        rows_MD, fc1_MG, prob_M, home_M = own or kept.stored
         weights, forms, num_rows = ctx.weights, ctx.weights.scaled, segments.num_rows
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
         values = wire.push(grad_TD.contiguous())
@@ -138,7 +155,7 @@ class _Pass(torch.autograd.Function):
 
         of_fc2 = partial(_weight_gradient, grad_ND, hidden_NF, segments, False, weights.fc2_sums)
         of_fc1 = partial(_weight_gradient, grad_fc1_MG, rows_MD, segments, True, weights.fc1_sums)
-        last = partial(_give_back, of_fc1 if needs_fc1 else None, room, found)
+        last = partial(_give_back, of_fc1 if needs_fc1 else None, kept.room, kept.found)
         grad_fc1 = grad_fc2 = None
         if needs_fc2 and weights.fc2_delayed is None:
             grad_fc2 = of_fc2()
@@ -148,7 +165,7 @@ class _Pass(torch.autograd.Function):
         given = scaled_NG or grad_fc1_MG, fc1_LDG, segments
         to = {"at_M": None if wire.homes_S is None else home_M, "stored": scaled_NG is None}
         product = partial(gemm.rows_times_weights, *given, **to)
-        grad_TD, grad_TK = wire.home(product, row_SPK, found.offsets, grad_prob_N)
+        grad_TD, grad_TK = wire.home(product, row_SPK, segments.offsets, grad_prob_N)
         if needs_fc1_bias:
             grad_fc1_bias = grouped.sum_rows(grad_fc1_MG, None, segments, stored=True)
         if needs_fc1 and weights.fc1_delayed is not None:
