@@ -42,7 +42,7 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """What backward needs beside tensors that autograd keeps; `stored` are rows in a stack."""
+    """The needs of backward beside what autograd keeps; `stored` are rows in a stack."""
 
     wire: Wire
     room: Room
