@@ -34,7 +34,7 @@ class Sums:
     """The memory to which backward adds the gradient of a weight.
 
     Attributes:
-        sums_LOI: fp32.
+        sums_LOI: fp32, or in the dtype of the weight.
         spare_LOI: what autograd gets as the gradient: memory of the weight's shape and dtype that
             is never written; layers may share it. None makes new memory.
         zeroed: int32 [2]; unless the first is 0, the next gradient is stored, not added, because

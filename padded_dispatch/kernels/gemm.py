@@ -2,8 +2,8 @@
 
 `rows_times_weights` multiplies every expert's rows by that expert's matrix: both forward linears
 and both gradients of rows. Each row of the product may go to an address of its own, also on other
-GPUs. `weight_gradients` multiplies two blocks of rows of one expert, and may add the product to an
-fp32 buffer, or store it there while that holds zeros.
+GPUs. `weight_gradients` multiplies two blocks of rows of one expert, and may add the product to a
+buffer, or store it there while that holds zeros.
 
 The kernels are persistent: programs take tiles in turn, experts in ascending order. Of a small
 weight all columns are taken before the next rows; of a large one, up to 16 tiles of rows before the
@@ -373,7 +373,8 @@ def weight_gradients(
         grad: contiguous bf16 or fp16, as wide as O, a multiple of 8.
         rows: contiguous, same dtype, as wide as I, a multiple of 8.
         segments: where the rows of each expert lie; without tiles.
-        sums_LOI: contiguous fp32; None makes a result in the dtype of the rows, rounded once.
+        sums_LOI: contiguous, in fp32 or the dtype of the rows; None makes a result in the latter.
+            Either is rounded once.
         zeroed: int32 [2], with sums: unless the first is 0, products are stored, whatever the sums
             hold, and it becomes 0; the second is scratch. None adds.
         stored: whether `grad` and `rows` are stored, or loose.
@@ -417,13 +418,13 @@ def weight_gradients(
     return out_LOI
 
 
-def gradient_tiles(num_rows: int, num_experts: int, in_fp32: bool) -> Tiles:
+def gradient_tiles(num_rows: int, num_experts: int, has_sums: bool) -> Tiles:
     """Return the fastest launch parameters of gradients of weights.
 
     Two small programs on a multiprocessor compute beside each other's stores, which few rows of an
     expert are soon due. Sums take the shared memory of the fourth stage.
     """
-    if in_fp32:
+    if has_sums:
         return Tiles(stages=3)
     if num_rows <= _FEW_ROWS * num_experts:
         return Tiles(columns=128, stages=3, warps=4, programs=2)
@@ -502,8 +503,8 @@ def _weight_gradients_kernel(
                 on_right = (o < width_out) & (i + half < width_in)
                 left += tl.load(at, mask=on_left, other=0)
                 right += tl.load(at + half, mask=on_right, other=0)
-                tl.store(at, left, mask=on_left)
-                tl.store(at + half, right, mask=on_right)
+                tl.store(at, left.to(out.dtype.element_ty), mask=on_left)
+                tl.store(at + half, right.to(out.dtype.element_ty), mask=on_right)
             else:
                 shape: tl.constexpr = (1, ROWS, half)
                 out.store([expert, down, across], left.to(out.dtype).reshape(shape))

@@ -11,7 +11,7 @@ gets their sums. What the host decided about the pass is no tensor, so the dispa
 `StackedExperts.call`. Megatron-FSDP gathers weights by hooks on the tensors that go into the module
 and come out, so it works as with any other.
 
-In training with Megatron's DDP, backward adds weight gradients to `main_grad` in fp32 and sets
+In training with Megatron's DDP, backward adds weight gradients to `main_grad` and sets
 `grad_added_to_main_grad`, as Megatron's own linears do with `gradient_accumulation_fusion`; what
 autograd gets is unspecified memory. A step's first gradient is stored, since DDP has just zeroed
 the buffer (`stacked_linear.following_zeros`). `adds_gradients` has the exceptions. In these,

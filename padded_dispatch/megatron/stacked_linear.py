@@ -156,18 +156,18 @@ class StackedLinear(nn.Module):
         return None if self.bias is None else self.bias.view(self.num_experts, -1)
 
     def sums(self, adds: bool) -> Sums | None:
-        """Return the fp32 buffer to which a pass of this moment adds the weight's gradient.
+        """Return DDP's buffer to which a pass of this moment adds the weight's gradient.
 
         It also sets the flag that this pass's backward adds to it, which DDP reads after backward,
         and resets before the forward passes of a step. None if there is no such buffer: in
         evaluation, outside of DDP, with FSDP, for a frozen weight, or where gradients are summed in
-        another dtype; and without `adds`, where DDP adds the gradient itself.
+        a dtype that is neither fp32 nor the weight's; and without `adds`, where DDP adds it itself.
         """
         weight: Any = self.weight
         main_grad = getattr(weight, "main_grad", None)
         trains = torch.is_grad_enabled() and weight.requires_grad
         trains &= not hasattr(weight, "__fsdp_param__")
-        if not trains or main_grad is None or main_grad.dtype != torch.float32:
+        if not trains or main_grad is None or main_grad.dtype not in (torch.float32, weight.dtype):
             return None
         if not adds:
             self.zeroed.zero_()

@@ -262,8 +262,10 @@ def test_weight_gradients_are_added_in_fp32(counts, base, num_sources, stored):
     expected_LOI = torch.stack([grad.T @ rows for grad, rows in parts])
     given = operand(grad_nO, segments, stored), operand(rows_nI, segments, stored), segments
     how = {"stored": stored, "tiles": SMALL}
-    sums_LOI = torch.full_like(expected_LOI, 0.25, device=DEVICE)
-    equal((gemm.weight_gradients(*given, sums_LOI, **how), expected_LOI + 0.25))
+    for dtype in (DTYPE, torch.float32):
+        sums_LOI = torch.full_like(expected_LOI, 0.25, dtype=dtype, device=DEVICE)
+        gemm.weight_gradients(*given, sums_LOI, **how)
+        equal((sums_LOI, (expected_LOI + 0.25).to(dtype)))
     zeroed = torch.tensor([1, 7], dtype=torch.int32, device=DEVICE)
     for number in range(4):
         if number % 3 == 0:
