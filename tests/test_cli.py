@@ -29,12 +29,12 @@ def our_words(stderr: str) -> str:
     return re.sub("|".join(theirs), "", stderr, flags=re.MULTILINE)
 
 
-FIGURES = r"\| loss \d\.\d{4} \| lr \S+ \| \S+ ms \| [\d,]+ tokens/s \| dropped .*% \| fill .*%"
+FIGURES = r"\| loss \d\.\d{4} \| lr \S+ \| \S+ ms \| [\d,]+ tokens/s \| dropped .*%"
 PATTERNS = [
     "starting 2 processes: 10 to 30 seconds",
     "tiny, 2 layers, 2 of 8 experts per token; padded_alltoall, capacity factor 1.25; "
     r"2 processes \(cpu\), EP 2",
-    "experts: module, exchange: alltoall, capacity_pool: expert",
+    "experts: packed, exchange: alltoall, capacity_pool: store",
     *[rf"step    {number}/5000 {FIGURES}" for number in (1, 2, 3)],
     r"step 3 \| held-out loss \d\.\d{4}",
     rf"step    4/5000 {FIGURES}",

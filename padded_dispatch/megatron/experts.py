@@ -82,7 +82,7 @@ def chosen_experts(config: Any) -> ChosenExperts:
     """Return the experts that the options of a config mean, and which rows share room.
 
     "auto" keeps the spec's module where the config has a setting that `StackedExperts` does not
-    compute (some recipes of fp8 among them), where training is not in bf16, and on GPUs before
+    compute (some recipes of fp8 among them), where GPUs do not train in bf16, and on GPUs before
     Hopper. Rows share a store where experts are packed, unless the options say otherwise; a store
     needs packed experts.
 
@@ -143,7 +143,7 @@ def _against_ours(config: Any) -> str:
     hooks = getattr(config, "_pre_wrap_hooks", ())
     if any(getattr(hook, "__name__", "") == "peft_pre_wrap_hook" for hook in hooks):
         return "Megatron-Bridge adds adapters, which wrap Megatron's own linears"
-    if not config.bf16:
+    if not config.bf16 and torch.cuda.is_available():
         return "bf16 is not set"
     if (config.expert_tensor_parallel_size or 1) > 1:
         return "no times were measured with expert_tensor_parallel_size above 1"

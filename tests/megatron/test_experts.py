@@ -313,7 +313,7 @@ NOT_BLOCKWISE = (
     [
         ({}, True, "experts='auto'"),
         ({"moe_expert_capacity_factor": 1.0, "expert_model_parallel_size": 2}, True, "experts"),
-        ({"bf16": False}, False, "bf16 is not set"),
+        ({"bf16": False}, True, "experts='auto'"),
         ({"moe_ffn_hidden_size": 20}, False, "the sizes 16 and 20 are not multiples of 8"),
         ({"expert_tensor_parallel_size": 2}, False, "no times were measured with expert_tensor"),
         ({"moe_latent_size": 8}, True, "experts='auto'"),
@@ -340,10 +340,11 @@ def test_auto_takes_ours_where_they_can_compute_the_config(settings, packed, rea
 
 
 @pytest.mark.parametrize(("capability", "packed"), [((8, 9), False), ((9, 0), True)])
-def test_auto_takes_ours_from_hopper_on(monkeypatch, capability, packed):
+def test_auto_takes_ours_from_hopper_on_and_there_in_bf16(monkeypatch, capability, packed):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     config = tiny.config()
+    assert chosen_experts(config).reason == "bf16 is not set"
     config.bf16 = True
     assert chosen_experts(config).packed is packed
     config.padded_dispatch = PaddedOptions(capacity_pool="store")
@@ -367,14 +368,10 @@ def test_auto_leaves_experts_to_adapters():
     assert chosen_experts(config).packed
 
 
-BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
-
-
 @pytest.mark.parametrize(
     ("settings", "options", "line"),
     [
-        ({}, AUTO, "experts=module (bf16 is not set), capacity_pool=expert"),
-        (BF16, AUTO, "experts=packed (experts='auto'), capacity_pool=store"),
+        ({}, AUTO, "experts=packed (experts='auto'), capacity_pool=store"),
         ({}, CELLS, "experts=packed (experts='packed' was asked for), capacity_pool=expert"),
         (
             {},

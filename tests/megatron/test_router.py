@@ -113,7 +113,8 @@ def test_ranks_that_disagree_raise(pool2):
 
 
 def test_recompute_is_counted_once_and_evaluation_separately():
-    route = router(options=PaddedOptions(eval_factor=0.5), moe_expert_capacity_factor=0.5)
+    options = PaddedOptions(experts="module", eval_factor=0.5)
+    route = router(options=options, moe_expert_capacity_factor=0.5)
     with torch.no_grad():  # the first pass of recompute
         route(tokens())
     route(tokens())

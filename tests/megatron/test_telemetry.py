@@ -28,7 +28,9 @@ def model(*numbers: int | None, **settings: Any) -> Any:
     """
     options = {name: settings.pop(name) for name in OPTIONS & settings.keys()}
     config = tiny.config(moe_expert_capacity_factor=0.5, **settings)
-    config.padded_dispatch = PaddedOptions(**{"eval_factor": NO_DROP} | options)
+    config.padded_dispatch = PaddedOptions(
+        **{"eval_factor": NO_DROP, "experts": "module"} | options
+    )
     chunk: Any = nn.Sequential()
     for number in numbers:
         layer = tiny.layer(config, padded_spec(tiny.layer_spec()))

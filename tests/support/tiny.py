@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.megatron import padded_spec, uninstall
+from padded_dispatch.megatron import PaddedOptions, padded_spec, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from tests.support.pool import end_groups, shared_groups
@@ -63,8 +63,7 @@ def layer(config: TransformerConfig, spec: Any = None, number: int = 1) -> Any:
 def padded_layer(options: Any = None, *, later: Any = None, **settings: Any) -> Any:
     """Build a MoE layer with the padded dispatcher; `later`: fields that Megatron would refuse."""
     made = changed(config(**settings), **(later or {}))
-    if options is not None:
-        made.padded_dispatch = options
+    made.padded_dispatch = options or PaddedOptions(experts="module")
     return layer(made, padded_spec(layer_spec()))
 
 

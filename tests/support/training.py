@@ -370,7 +370,8 @@ class Training:
         random.seed(SEED)
         np.random.seed(SEED)
         self.config: Any = _config(model)
-        self.config.padded_dispatch = PaddedOptions(**model.options | options)
+        default = {} if model.on_gpu else {"experts": "module"}
+        self.config.padded_dispatch = PaddedOptions(**default | model.options | options)
         ddp = DistributedDataParallelConfig(
             **{
                 "grad_reduce_in_fp32": True,

@@ -163,7 +163,7 @@ def test_the_loss_falls(outcomes, flags):
 
 
 def test_rows_are_dropped_and_evaluation_drops_none(pool2):
-    flags = "--steps 2 --capacity-factor"
+    flags = "--experts module --steps 2 --capacity-factor"
     no_drop, small, forced = train(
         pool2,
         f"{flags} none",
@@ -197,6 +197,7 @@ def test_repeated_steps_are_those_of_a_run_that_never_drops(pool2):
 def test_a_run_is_a_row_of_a_results_file(pool2, tmp_path):
     path = tmp_path / "results.json"
     flags = f"--steps 5 --log-every 2 --eval-every 5 --out {path} --commit abc-dirty"
+    flags += " --padded-capacity-pool expert"
     (outcome,) = train(pool2, flags)
     (kept,) = json.loads(path.read_text())["runs"]
     assert kept["about"]["commit"] == "abc-dirty"
@@ -249,7 +250,7 @@ def _counted(flags: str) -> Counted:
     ("flags", "given"),
     [
         ("--eval-every 2 --global-batch 18", {}),
-        ("--pp 2 --num-layers 4 --balancing expert-bias", {}),
+        ("--experts module --pp 2 --num-layers 4 --balancing expert-bias", {}),
         ("--experts packed --num-layers 3 --global-batch 18", {}),
         ("--experts packed --num-layers 4 --pp 2 --global-batch 9", {"store_layers": 2}),
     ],
