@@ -46,7 +46,7 @@ def load_corpus(text: str | None = None) -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"] if text is None else text)
     endings = (".py",) if text is None else (".py", *_DOCUMENTS)
     parts: dict[bool, list[bytes]] = {False: [], True: []}
-    for name in sorted(_files(root, endings)):
+    for name in sorted(_files(root, endings, _SKIPPED if text is None else set())):
         share = zlib.crc32(name.encode()) % _HELD_OUT_SHARE
         held_out = share == 0 if text is None else name.endswith(_DOCUMENTS)
         parts[held_out].append((root / name).read_bytes() + b"\0")
@@ -56,9 +56,9 @@ def load_corpus(text: str | None = None) -> Corpus:
     return Corpus(train=train, held_out=held_out)
 
 
-def _files(root: Path, endings: tuple[str, ...]) -> Iterator[str]:
+def _files(root: Path, endings: tuple[str, ...], skipped: set[str]) -> Iterator[str]:
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = set(subfolders) - _SKIPPED
+        subfolders[:] = set(subfolders) - skipped
         for name in names:
             if name.endswith(endings):
                 yield Path(folder, name).relative_to(root).as_posix()

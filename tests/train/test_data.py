@@ -31,7 +31,7 @@ def test_files_come_in_the_order_of_their_names_and_are_split_by_them(tmp_path, 
     assert corpus.train.tobytes() == b"# a.py\n\0# a/z.py\n\0# b.py\n\0"
     assert corpus.held_out.tobytes() == b"# held/f6.py\n\0# m30.py\n\0"
     corpus = load_corpus(str(tmp_path))
-    assert corpus.train.tobytes().count(b"\0") == 5
+    assert corpus.train.tobytes().count(b"\0") == 7  # All files, tests too.
     assert corpus.held_out.tobytes() == b"# notes.txt\n\0"
     with pytest.raises(ValueError, match=r"^--text must be a folder with Python files .*held"):
         load_corpus(str(tmp_path / "held"))
