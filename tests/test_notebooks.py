@@ -1,6 +1,8 @@
 """The stored notebooks are executed, without errors, small, and free of local paths."""
 
+import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +59,19 @@ def test_notebooks_can_be_read_without_running_them():
     cell = nbformat.v4.new_code_cell("x", execution_count=2)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# x"), cell])
     assert faults(notebook) == ["not executed from top to bottom", "no command line"]
+
+
+def test_the_word_alone_drops_nothing_and_learns_within_the_noise_of_stocks_seeds():
+    """0.9 billion parameters: paired differences of three seeds, Student's t at 95 %."""
+    runs = json.loads((FOLDER / "results" / "quality.json").read_text())["runs"]
+    rows = [row for run in runs for row in run["rows"] if row["model"] == "small"]
+    stock = {row["seed"]: row for row in rows if row["contender"] == "stock-dropless"}
+    ours = {row["seed"]: row for row in rows if row["pool"] == "store"}
+    assert sorted(stock) == sorted(ours) == [0, 1, 2]
+    assert not any(share for row in ours.values() for share in row["dropped"])
+    for measure in (
+        lambda row: row["held_out"]["loss"][-1],
+        lambda row: statistics.mean(row["loss"][-50:]),
+    ):
+        gaps = [measure(ours[seed]) - measure(stock[seed]) for seed in stock]
+        assert abs(statistics.mean(gaps)) <= 4.303 * statistics.stdev(gaps) / 3**0.5
