@@ -280,8 +280,8 @@ class StackedExperts(MegatronModule):
         assert call is not None
         first, second, adds = self.linear_fc1, self.linear_fc2, adds_gradients(self.config)
         weights = ExpertWeights(
-            fc1_LGD=first.weight,
-            fc2_LDF=second.weight,
+            fc1_LGD=first(),
+            fc2_LDF=second(),
             fc1_bias_LG=first.biases(),
             fc2_bias_LD=second.biases(),
             fc1_sums=first.sums(adds),

@@ -151,6 +151,10 @@ class StackedLinear(nn.Module):
                 found[f"{kind}{number}"] = nn.Parameter(part, parameter.requires_grad)
         return found
 
+    def forward(self) -> Tensor:
+        """Return the weight: the hooks of a call wait for what DDP gathers of the parameters."""
+        return self.weight
+
     def biases(self) -> Tensor | None:
         """Return the bias of each expert, [L, out]."""
         return None if self.bias is None else self.bias.view(self.num_experts, -1)

@@ -215,6 +215,28 @@ def test_ddp_hears_of_a_gradient_once_and_when_it_is_there(adds):
         assert torch.equal(ready[-1], weight.main_grad) and weight.main_grad.any()
 
 
+def test_weights_are_read_when_ddp_has_gathered_them():
+    """With `overlap_param_gather` DDP waits in the call of the module that has a parameter."""
+    made, other = layer("store", 1.0), layer("store", 1.0)
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        bucket_size=1,
+    )
+    ddp = DistributedDataParallel(made.config, config, made)
+    for linear in (other.experts.linear_fc1, other.experts.linear_fc2):
+        torch.nn.init.normal_(linear.weight)
+    theirs = dict(other.named_parameters())
+    for name, parameter in made.named_parameters():
+
+        def arrive(parameter: Any = parameter, given: Tensor = theirs[name], **how: Any) -> None:
+            parameter.data.copy_(given)
+
+        ddp.param_to_bucket_group[parameter].finish_param_sync = arrive
+    assert torch.equal(ddp(tokens(15))[0], other(tokens(15))[0])
+
+
 def test_the_first_gradient_of_a_step_is_stored():
     """Of any number of micro-batches, unless DDP has added one before; NaN stands for zeros."""
     made = layer("store", 1.0)
