@@ -8,12 +8,18 @@ import argparse
 import dataclasses
 import itertools
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.options import add_arguments, from_arguments
+from padded_dispatch.megatron.options import (
+    PaddedOptions,
+    add_arguments,
+    flag_of,
+    from_arguments,
+)
 from padded_dispatch.train.settings import (
     DROPPING,
     PRESETS,
@@ -25,7 +31,7 @@ from padded_dispatch.train.settings import (
     Settings,
     flag,
 )
-from padded_dispatch.utils.flags import Parser
+from padded_dispatch.utils.flags import Parser, errors_name_flags
 
 _SEPARATOR = "--vs"
 _GROUPS = (Recipe, Dispatch, Layout, Output)
@@ -60,7 +66,7 @@ def read(argv: list[str], command: str = "train") -> argparse.Namespace:
 
 
 def parse(argv: list[str]) -> Settings:
-    """Return the settings that a command line asks for: `read` and `resolve`."""
+    """Return the settings that the command line of `train` asks for."""
     return resolve(read(argv))
 
 
@@ -75,7 +81,8 @@ def resolve(arguments: argparse.Namespace) -> Settings:
     layout = Layout(**_layout_defaults(preset, given) | _of(Layout, given))
     drops = given.get("dispatcher", DROPPING[0]) in DROPPING
     defaults: dict[str, Any] = {"capacity_factor": 1.25 if drops else None}
-    dispatch = Dispatch(**defaults | _of(Dispatch, given), padded=from_arguments(arguments))
+    with padded_flags():
+        dispatch = Dispatch(**defaults | _of(Dispatch, given), padded=from_arguments(arguments))
     steps = given.get("steps", preset.steps)
     micro_batch = given.get("micro_batch", preset.micro_batch)
     defaults = {
@@ -93,6 +100,12 @@ def resolve(arguments: argparse.Namespace) -> Settings:
         layout=layout,
         output=Output(**{"steps": steps} | _of(Output, given)),
     )
+
+
+def padded_flags() -> AbstractContextManager[None]:
+    """Let errors name the flag of a padded option."""
+    flags = {option.name: flag_of(option.name) for option in dataclasses.fields(PaddedOptions)}
+    return errors_name_flags(argparse.Namespace(), **flags)
 
 
 def _layout_defaults(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:

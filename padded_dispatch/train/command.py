@@ -6,18 +6,19 @@
 
 `compare` trains its contenders one after another in the same processes, `--repeats N` times over,
 so that a drift of the machine shows in every contender. What would stop a run is found before any
-worker starts.
+worker starts. If one fails all the same, new processes train those after it.
 """
 
 import contextlib
 import gc
 import itertools
+import multiprocessing
 import os
 import sys
 from typing import Any
 
 from padded_dispatch.config import require
-from padded_dispatch.train.arguments import read, read_compare, resolve
+from padded_dispatch.train.arguments import padded_flags, parse, read_compare, resolve
 from padded_dispatch.train.settings import Settings
 
 
@@ -28,7 +29,7 @@ def train(argv: list[str]) -> int:
         ValueError: a mistake in the flags, found before any worker starts.
         SystemExit: see `start_workers`.
     """
-    settings = resolve(read(argv))
+    settings = parse(argv)
     outcome = _start([settings], [_header(settings)])
     first, last = outcome.rows[0].loss, outcome.last_loss
     if last is None:
@@ -43,7 +44,7 @@ def compare(argv: list[str]) -> int:
 
     Raises:
         ValueError: a mistake in any contender's flags, found before any worker starts.
-        SystemExit: see `start_workers`.
+        SystemExit: see `start_workers`; with code 1 once all others have finished.
     """
     repeats, contenders = read_compare(argv)
     runs = [resolve(given) for _, given in contenders]
@@ -63,22 +64,42 @@ def compare(argv: list[str]) -> int:
 
 
 def _start(runs: list[Settings], titles: list[str]) -> Any:
-    """Check all runs and train them in the same workers; return the outcome of the last."""
+    """Check all runs and train them in the same workers; return the outcome of the last.
+
+    Raises:
+        SystemExit: see `start_workers`. After a run that failed, those that are left have run.
+    """
     from padded_dispatch.utils.launch import start_workers
 
     for settings in runs:
         _check(settings)
-    num_workers = runs[0].layout.workers
-    _show(f"starting {num_workers} processes: 10 to 30 seconds")
-    return start_workers(work, (runs, titles), num_workers=num_workers)
+    num_workers, outcome, failed = runs[0].layout.workers, None, []
+    ended = multiprocessing.get_context("spawn").RawValue("i", 0)  # runs, written by rank 0
+    left = runs, titles
+    while left[0]:
+        _show(f"starting {num_workers} processes: 10 to 30 seconds")
+        try:
+            outcome = start_workers(work, (*left, ended), num_workers=num_workers)
+            break
+        except SystemExit as end:
+            if end.code != 1:  # a signal
+                raise
+            failed.append(titles[ended.value])
+            ended.value += 1
+            left = runs[ended.value :], titles[ended.value :]
+    if failed:
+        sys.stderr.write(f"{len(failed)} of {len(runs)} failed: {'; '.join(failed)}\n")
+        raise SystemExit(1)
+    return outcome
 
 
-def work(runs: list[Settings], titles: list[str]) -> Any:
+def work(runs: list[Settings], titles: list[str], ended: Any) -> Any:
     """Run a worker from start to end: one run after another; return the outcome of the last.
 
-    Consecutive runs with the same layout share Megatron's process groups.
+    Consecutive runs with the same layout share Megatron's process groups. Rank 0 counts in `ended`.
     """
     import torch
+    import torch.distributed as dist
 
     from padded_dispatch.exchange.mirror import absent_ranks_named
     from padded_dispatch.megatron.world import world
@@ -91,6 +112,7 @@ def work(runs: list[Settings], titles: list[str]) -> Any:
                 for settings in same:
                     loop.show(next(left))
                     outcome = loop.train(settings, device)
+                    ended.value += dist.get_rank() == 0
                     gc.collect()  # DDP's hooks and the model reference each other.
                     torch.cuda.empty_cache()
     return outcome
@@ -104,11 +126,14 @@ def _check(settings: Settings) -> None:
     from padded_dispatch.utils.results import require_results
 
     layout, recipe = settings.layout, settings.recipe
-    Windows(load_corpus(recipe.text).held_out, recipe.seq_length, recipe.seed)  # The shorter text.
+    corpus = load_corpus(recipe.text)
+    for text in (corpus.train, corpus.held_out):
+        Windows(text, recipe.seq_length, recipe.seed)
     if settings.output.out is not None:
         require_results("--out", settings.output.out)
     # As in the workers: without a GPU, `install` would warn.
-    with megatron_on_cpu() if layout.device == "cpu" else contextlib.nullcontext():
+    on_cpu = megatron_on_cpu() if layout.device == "cpu" else contextlib.nullcontext()
+    with on_cpu, padded_flags():
         transformer_config(settings)
 
 

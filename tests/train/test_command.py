@@ -45,6 +45,20 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     ]
 
 
+def test_a_contender_that_fails_leaves_the_rows_of_all_others(tmp_path, capfd):
+    path = tmp_path / "results.json"
+    fails = "--vs --padded-on-overflow error --capacity-factor 0.5"
+    flags = f"{SMALL} --device cpu --workers 1 --out {path} {fails} --vs --seed 1 2 {fails}"
+    with pytest.raises(SystemExit, match="1"):
+        compare(flags.split())
+    (run,) = json.loads(path.read_text())["runs"]
+    assert [row["seed"] for row in run["rows"]] == [1, 2]
+    found = capfd.readouterr()
+    words = fails.removeprefix("--vs ")
+    assert found.err.splitlines()[-1] == f"2 of 4 failed: 1/4 {words}; 4/4 {words}"
+    assert found.out.count("starting 1 processes") == 2
+
+
 @pytest.mark.parametrize(("losses", "code"), [([5, 4], 0), ([4, 5], 1), ([5], 0)])
 def test_train_says_whether_the_loss_fell(monkeypatch, capsys, losses, code):
     rows: Any = [SimpleNamespace(loss=loss) for loss in losses]
@@ -69,13 +83,17 @@ def test_train_says_whether_the_loss_fell(monkeypatch, capsys, losses, code):
         ),
         (
             "--vs --padded-layer-factors 1:2,3:2",
-            "^layer_factors must name .* from 1 to 2, ",
+            "^--padded-layer-factors must name .* from 1 to 2, ",
         ),
+        ("--text SHORT --vs", "^--seq-length must be less than the text's 7 bytes, got 24$"),
         ("--vs --out /dev/null/r.json", "^--out must .*/dev/null"),
         ("--vs --vs --graph layer", "^--graph must be none on a CPU, got 'layer'; run on a GPU$"),
     ],
 )
-def test_mistakes_are_found_before_there_are_workers(flags, message):
+def test_mistakes_are_found_before_there_are_workers(tmp_path, flags, message):
+    (tmp_path / "short.py").write_text("x = 12")
+    (tmp_path / "long.md").write_text("x" * 99)
+    flags = flags.replace("SHORT", str(tmp_path))
     with (
         patch("padded_dispatch.utils.launch.start_workers", None),
         pytest.raises(ValueError, match=message),
