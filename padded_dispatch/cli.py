@@ -61,27 +61,24 @@ def main(argv: list[str] | None = None) -> int:
     )
     version = importlib.import_module("padded_dispatch").__version__
     parser.add_argument("--version", action="version", version=f"padded-dispatch {version}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (*_, help) in _COMMANDS.items():
-        commands.add_parser(name, help=help, add_help=False)
-    first = [*(sys.argv[1:] if argv is None else argv), "-"][0]
-    if not first.startswith("-") and first not in _COMMANDS:
-        similar = difflib.get_close_matches(first, _COMMANDS, n=1)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for command, (*_, help) in _COMMANDS.items():
+        commands.add_parser(command, help=help, add_help=False)
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name.startswith("-"):
+        parser.parse_known_args([name])  # It ends for --help and --version.
+        parser.error(f"COMMAND must come first, got {name!r}; see --help")
+    if name not in _COMMANDS:
+        similar = difflib.get_close_matches(name, _COMMANDS, n=1)
         fix = f"did you mean {similar[0]}?" if similar else "see --help"
-        parser.error(f"COMMAND must be one of {', '.join(_COMMANDS)}, got {first!r}; {fix}")
-    arguments, rest = parser.parse_known_args(argv)
-    if arguments.command is None:
-        if rest:
-            parser.error(f"COMMAND must come first, got {rest[0]!r}; see --help")
-        parser.print_help()
-        return 0
+        parser.error(f"COMMAND must be one of {', '.join(_COMMANDS)}, got {name!r}; {fix}")
     _ignore_expected_warnings()
     try:
-        reader, command, _ = _COMMANDS[arguments.command]
+        reader, command, _ = _COMMANDS[name]
         _function(reader)(rest)
         return _function(command)(rest)
     except ValueError as error:
-        sys.stderr.write(f"padded-dispatch {arguments.command}: {error}\n")
+        sys.stderr.write(f"padded-dispatch {name}: {error}\n")
         return 2
     except SystemExit as end:
         if argv is None and isinstance(end.code, int):
@@ -90,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
             os._exit(end.code)
         raise
     except KeyboardInterrupt:  # Called from Python: see above.
-        sys.stderr.write(f"padded-dispatch {arguments.command}: interrupted\n")
+        sys.stderr.write(f"padded-dispatch {name}: interrupted\n")
         return 128 + signal.SIGINT
 
 

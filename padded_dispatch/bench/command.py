@@ -3,6 +3,7 @@
 import argparse
 import gc
 import itertools
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from padded_dispatch.bench.arguments import read_bench, with_defaults
-from padded_dispatch.bench.cases import CONTENDERS, Case, sweep
+from padded_dispatch.bench.cases import CONTENDERS, MODELS, Case, sweep
 from padded_dispatch.bench.layer import RoutedLayer, build, chosen, stock_flags
 from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
 from padded_dispatch.bench.report import differences, line, readme_table, roofline, table
@@ -94,12 +95,20 @@ def _check(given: argparse.Namespace) -> None:
     num_gpus = torch.cuda.device_count()
     on_cpu = given.device == "cpu"
     require(on_cpu or num_gpus, "device", given.device, "be cpu where PyTorch sees no GPU")
-    rule = "be left out without a GPU, which its table is of"
-    require(not (on_cpu and given.readme), "readme", given.readme, rule)
+    for flag in ("readme", "phases"):
+        asked = getattr(given, flag)
+        require(not (on_cpu and asked), flag, asked, "be left out without a GPU, which it measures")
+    for factor in given.capacity_factors:
+        finite = 0 < factor < math.inf
+        require(finite, "capacity_factors", factor, "be above 0 and finite")
     for ep in given.ep:
-        divides = ep >= 1 and given.workers % ep == 0
+        require(ep >= 1, "ep", ep, "be at least 1")
+        divides = given.workers % ep == 0
         require(divides, "ep", ep, f"divide the number of processes, {given.workers}")
         require(on_cpu or ep <= num_gpus, "ep", ep, f"be at most {num_gpus}, the GPUs here")
+        for model in given.models:
+            experts = MODELS[model].num_experts
+            require(experts % ep == 0, "ep", ep, f"divide the {experts} experts of {model}")
     for key in given.contenders:
         runs = not on_cpu or CONTENDERS[key].on_cpu
         require(runs, "contenders", key, "run on a CPU", "leave it out, or run on a GPU")

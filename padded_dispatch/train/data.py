@@ -47,8 +47,9 @@ def load_corpus(text: str | None = None) -> Corpus:
     endings = (".py",) if text is None else (".py", *_DOCUMENTS)
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for name in sorted(_files(root, endings, _SKIPPED if text is None else set())):
-        share = zlib.crc32(name.encode()) % _HELD_OUT_SHARE
-        held_out = share == 0 if text is None else name.endswith(_DOCUMENTS)
+        held_out = name.endswith(_DOCUMENTS)
+        if text is None:
+            held_out = zlib.crc32(name.encode()) % _HELD_OUT_SHARE == 0
         parts[held_out].append((root / name).read_bytes() + b"\0")
     rule = "be a folder with Python files to train on and documents to evaluate on"
     require(all(parts.values()), "--text", str(root), rule)
@@ -60,7 +61,7 @@ def _files(root: Path, endings: tuple[str, ...], skipped: set[str]) -> Iterator[
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = set(subfolders) - skipped
         for name in names:
-            if name.endswith(endings):
+            if name.endswith(endings) and os.path.isfile(os.path.join(folder, name)):
                 yield Path(folder, name).relative_to(root).as_posix()
 
 

@@ -250,7 +250,7 @@ class Settings:
                 if name == "seed":
                     require(0 <= value < 2**63, flag(name), value, "be from 0 to 2**63 - 1")
                 elif isinstance(value, int | float) and value is not False:
-                    require(value > 0, flag(name), value, "be above 0")
+                    require(0 < value < math.inf, flag(name), value, "be above 0 and finite")
         self._check_layout()
         self._check_dispatch()
         self._check_output()

@@ -105,6 +105,8 @@ def _check_flags(given: argparse.Namespace) -> None:
                 f"TRACE must be a trace or a folder of traces, got {str(path)!r}, which does not "
                 "exist; record one with padded-dispatch train --trace, or correct the path"
             )
+    rule, fix = "be a file", "add a name"
+    require(not given.report.is_dir(), "--report", str(given.report), rule, fix)
     if (given.hidden_size is None) != (given.ffn_size is None):
         raise ValueError("--hidden-size and --ffn-size must be given together, got one; give both")
 
@@ -118,5 +120,6 @@ def _load(given: argparse.Namespace) -> Trace:
             f"{error.filename} must be a readable trace, got {error.strerror}; give another"
         ) from error
     last = int(trace.steps.max())
-    require(given.from_step <= last, "from_step", given.from_step, f"be at most the last, {last}")
+    rule = f"be from 0 to the last, {last}"
+    require(0 <= given.from_step <= last, "from_step", given.from_step, rule)
     return trace.where(trace.steps >= given.from_step)

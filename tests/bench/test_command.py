@@ -175,15 +175,20 @@ def test_rows_of_an_interrupted_run_are_kept(monkeypatch, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--ep", "3", "2"], "ep must divide the number of processes, 3, got 2"),
-        (["--ep", "0"], "ep must divide the number of processes, 0, got 0"),
+        (["--ep", "4", "3"], "ep must divide the number of processes, 4, got 3"),
+        (["--ep", "0"], "ep must be at least 1, got 0"),
+        (["--ep", "3"], "ep must divide the 8 experts of tiny, got 3"),
         (["--contenders", "module-graphed"], "contenders must run on a CPU, got 'module-graphed'"),
         (["--main-grad", "fused"], "main-grad must be none on a CPU, got 'fused'"),
         (["--iterations", "0"], "iterations must be at least 1, got 0"),
         (["--readme"], "readme must be left out without a GPU"),
+        (["--phases"], "phases must be left out without a GPU"),
         (["--out", "/dev/null/r.json"], "out.*'?/dev/null"),
         (["--tokens", "0"], "tokens must .*, got 0"),
-        (["--capacity-factors", "-1"], "capacity-factors must .*, got -1.0"),
+        *[
+            (["--capacity-factors", x], f"capacity-factors must be above 0 and finite, got {x}")
+            for x in ("-1.0", "nan", "inf")
+        ],
         (["--skews", "idle-rank", "--ep", "1"], "skews must leave .* ep=1, got 'idle-rank'"),
     ],
 )

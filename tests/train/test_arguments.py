@@ -110,9 +110,11 @@ def test_every_field_is_a_flag(capsys):
             r"--global-batch must be a multiple of 8, .* with --vpp, got 12$",
         ),
         *[
-            (f"{name} 0", f"{name} must be above 0, got 0")
+            (f"{name} 0", f"{name} must be above 0.*, got 0")
             for name in ("--steps", "--workers", "--lr")
         ],
+        ("--lr inf", "--lr must be above 0 and finite, got inf$"),
+        ("--padded-overflow-threshold 2", "--padded-overflow-threshold must be a share from 0 to"),
         ("--seed -1", r"--seed must be from 0 to 2\*\*63 - 1, got -1$"),
         ("--capacity-factor nan", "--capacity-factor must be .* above 0, .* got nan"),
         (

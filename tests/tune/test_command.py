@@ -77,11 +77,13 @@ def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path)
     ("flags", "message"),
     [
         ("good.npy --report /proc/x/y", "--report must be a path in a writable folder"),
+        ("good.npy --report .", "--report must be a file, got '.'; add a name"),
         ("nowhere.npy", "TRACE must be a trace or a folder of traces, got 'nowhere.npy'"),
         ("broken.npy", "broken.npy: must be a trace, got "),
         ("good.npy --steps-share 2", "--steps-share must be a share above 0 and at mo"),
         ("good.npy --ffn-size 8", "--hidden-size and --ffn-size must be given together"),
-        ("good.npy --from-step 20", "--from-step must be at most the last, 19, got 20"),
+        ("good.npy --from-step 20", "--from-step must be from 0 to the last, 19, got 20"),
+        ("good.npy --from-step -1", "--from-step must be from 0 to the last, 19, got -1"),
         ("good.npy --hidden-size 8 --ffn-size 0", "--ffn-size must be at least 1"),
     ],
 )
