@@ -105,12 +105,6 @@ def _captures_all(config: Any) -> bool:
     return not graph_scopes(config) or captures_iteration(config)
 
 
-def delays_weight_gradients(config: Any) -> bool:
-    """Return whether experts compute weight gradients in `backward_dw`; both fields ask for it."""
-    beside_dispatch = getattr(config, "overlap_dispatch_backward_with_experts_wgrad", False)  # 0.18
-    return config.delay_wgrad_compute or beside_dispatch
-
-
 def iteration_graph() -> dict[str, Any]:
     """Return config fields for one graph of all passes of a step; before 0.18 it is a scope."""
     if _IS_18:

@@ -18,12 +18,8 @@ the buffer (`stacked_linear.following_zeros`). `adds_gradients` has the exceptio
 gradients arrive in the parameters' dtype and DDP adds them. Every micro-batch's gradient is then
 rounded to bf16 once, by at most 2**-8 of itself.
 
-With `delay_wgrad_compute` or `overlap_dispatch_backward_with_experts_wgrad`, backward keeps what
-the gradients of the weights need, and Megatron calls `backward_dw` to compute them. The operations
-are the same. Megatron's DDP with `delay_wgrad_compute` leaves the weights to
-`StackedLinear.register_wgrad_accumulation_and_reduce_hooks` then, whose hooks add and reduce a
-gradient once it is there. With other wrappers `backward_dw` adds to `main_grad` itself. Biases have
-their gradient right after backward, as with TEGroupedMLP.
+Backward computes all gradients, also with `delay_wgrad_compute` or
+`overlap_dispatch_backward_with_experts_wgrad`: no exchange is left that they could run beside.
 
 With `fp8` and the recipes `tensorwise` and `delayed` they compute in e4m3 with a scale per row, as
 `padded_dispatch.experts.scaled` says. Weights stay in bf16, for checkpoints and optimizers, too,
@@ -49,7 +45,6 @@ from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.megatron.compat import (
     FUSED_SWIGLU_CLAMPS,
     LOCAL_GRAPHS_ADD_GRADIENTS,
-    delays_weight_gradients,
     found,
 )
 from padded_dispatch.megatron.config import padded_options, refusals
@@ -212,16 +207,13 @@ class StackedExperts(MegatronModule):
         if refused := _refused(config):
             raise ValueError(refused)
         self.activation = _activation(config)
-        delays = delays_weight_gradients(config)
         self._ep_group, self._dp_group = pg_collection.ep, pg_collection.expt_dp
         self._etp_group = pg_collection.expt_tp
         splits = self._etp_group.size() > 1
 
         def stacked(name: str, split_axis: int) -> StackedLinear:
             return StackedLinear(
-                *_parameters(experts, name),
-                delays=delays,
-                split_axis=split_axis if splits else None,
+                *_parameters(experts, name), split_axis=split_axis if splits else None
             )
 
         self.linear_fc1, self.linear_fc2 = stacked("linear_fc1", 0), stacked("linear_fc2", 1)
@@ -287,19 +279,11 @@ class StackedExperts(MegatronModule):
             fc1_sums=first.sums(adds),
             fc2_sums=second.sums(adds),
             scaled=self._refreshed() if self.in_fp8 else None,
-            fc1_delayed=first.delayed,
-            fc2_delayed=second.delayed,
         )
         return run(tokens_TD, prob_TK, weights, self.activation, call), None
 
-    def need_backward_dw(self) -> bool:
-        """Return whether `backward_dw` computes gradients; Megatron-FSDP asks."""
-        return self.linear_fc1.delayed is not None
-
     def backward_dw(self) -> None:
-        """Compute the gradients of the weights that backward has delayed."""
-        self.linear_fc2.backward_dw()
-        self.linear_fc1.backward_dw()
+        """Do nothing: backward delays no gradient."""
 
     def sharded_state_dict(
         self,

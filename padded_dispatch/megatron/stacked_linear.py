@@ -27,7 +27,6 @@ L: experts on this rank.
 
 import functools
 import re
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +35,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from padded_dispatch.experts import Delayed, Sums
+from padded_dispatch.experts import Sums
 
 # The name of one expert's part of a parameter.
 _SINGLE_NAME = re.compile(r"(weight|bias)\d+")
@@ -89,13 +88,11 @@ class StackedLinear(nn.Module):
         bias: [L * out], or None.
         tensor_model_parallel: whether ranks split every expert. Megatron-Bridge reads it.
         partition_dim: the axis of [out, in] that they split, likewise.
-        delayed: gradients of the weight that `backward_dw` will compute; None if backward does.
         zeroed: whether its sums are zeros, see `Sums`; `following_zeros` sets it.
 
     Args:
         weights: [out, in] each; copied, with the attributes that Megatron gave them.
         biases: [out] each, likewise; none where there is no bias.
-        delays: whether `backward_dw` computes the gradient of the weight.
         split_axis: the axis of [out, in] that ranks split, if they split experts.
     """
 
@@ -104,29 +101,21 @@ class StackedLinear(nn.Module):
         weights: list[Tensor],
         biases: list[Tensor],
         *,
-        delays: bool = False,
         split_axis: int | None = None,
     ) -> None:
         super().__init__()
         self.tensor_model_parallel = split_axis is not None
         self.partition_dim = 0 if split_axis is None else split_axis
-        self.delayed: Delayed | None = deque() if delays else None
         self._spare: Tensor | None = None
-        self._when_added: list[Callable[[], None]] = []
         # No buffer: it follows the sums, and what puts a model's counts back must leave it alone.
         self.zeroed = torch.zeros(2, dtype=torch.int32, device=weights[0].device)
         self.num_experts = len(weights)
-        self.weight = nn.Parameter(torch.stack([weight.detach() for weight in weights]))
-        for name, value in vars(weights[0]).items():
-            setattr(self.weight, name, value + 1 if name == "partition_dim" else value)
+        self.weight: Any = _like(weights[0], torch.stack([weight.detach() for weight in weights]))
+        if hasattr(self.weight, "partition_dim"):
+            self.weight.partition_dim += 1
         self.bias: nn.Parameter | None = None
         if biases:
-            self.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]))
-            for name, value in vars(biases[0]).items():
-                setattr(self.bias, name, value)
-        for parameter, skips in ((self.weight, True), (self.bias, False)):
-            if delays and parameter is not None:
-                vars(parameter)["skip_backward_post_hook"] = skips
+            self.bias = _like(biases[0], torch.cat([bias.detach() for bias in biases]))
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_stack)
 
@@ -190,31 +179,6 @@ class StackedLinear(nn.Module):
         if self._spare is None:
             self._spare = _spares[key] = torch.empty_like(self.weight, requires_grad=False)
         return self._spare
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Take DDP's hook of a weight with `skip_backward_post_hook`, for `backward_dw`."""
-        self._when_added.append(hook)
-
-    @torch.no_grad()
-    def backward_dw(self) -> None:
-        """Compute the gradients that backward has delayed."""
-        if not self.delayed:
-            return
-        weight: Any = self.weight
-        is_added = getattr(weight, "grad_added_to_main_grad", False)
-        while self.delayed:
-            gradient = self.delayed.popleft()()
-            if is_added or weight.grad is None:
-                weight.grad = gradient
-            else:
-                weight.grad += gradient
-        for hook in self._when_added:
-            hook()
-        has_sums = hasattr(weight, "main_grad") and not hasattr(weight, "__fsdp_param__")
-        if has_sums and not self._when_added:
-            if not is_added:
-                weight.main_grad += weight.grad
-            weight.grad = None
 
     def sharded(self, name: str, layout: ShardedLayout, num_parts: int) -> dict[str, Any]:
         """Return the entries of a sharded state dict.
@@ -287,6 +251,14 @@ class StackedLinear(nn.Module):
         return ShardedTensorFactory(
             f"{layout.prefix}{name}", parameter, build, merge, replica_id=replica
         )
+
+
+def _like(single: Tensor, stacked: Tensor) -> nn.Parameter:
+    """Return a parameter with the attributes that Megatron gave that of a single expert."""
+    made = nn.Parameter(stacked)
+    vars(made).update(vars(single))
+    vars(made).pop("skip_backward_post_hook", None)  # Backward delays no gradient.
+    return made
 
 
 def following_zeros(zero_grad_buffer: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -159,33 +159,6 @@ def test_weights_of_a_shape_share_what_autograd_gets():
     assert address() is None
 
 
-DELAYED: dict[str, Any] = {"delay_wgrad_compute": True}
-
-
-@pytest.mark.parametrize("sums", [None, torch.float32, torch.bfloat16], ids=str)
-def test_backward_dw_computes_what_backward_has_delayed(sums):
-    """Two passes, in bf16: gradients have the bits of those that backward computes."""
-    tokens = torch.randn(2, 7, 3, tiny.HIDDEN).bfloat16()
-    found = {}
-    for later in ({}, DELAYED):
-        made = layer(later=later).bfloat16()
-        weights = [made.experts.linear_fc1.weight, made.experts.linear_fc2.weight]
-        if sums is not None:
-            add_main_grads(made, sums)
-        assert made.experts.need_backward_dw() == bool(later)
-        for given in tokens:
-            output, _ = made(given.requires_grad_())
-            output.square().sum().backward()
-            if later:
-                assert len(made.experts.linear_fc1.delayed) == 1
-            made.experts.backward_dw()
-        found[bool(later)] = [w.grad if sums is None else w.main_grad for w in weights]
-        assert all(getattr(w, "grad_added_to_main_grad", False) == bool(sums) for w in weights)
-        assert not made.experts.linear_fc1.delayed and not made.experts.linear_fc2.delayed
-    for delayed, at_once in zip(found[True], found[False], strict=True):
-        assert torch.equal(delayed, at_once)
-
-
 @pytest.mark.parametrize("why", ["bf16", "frozen", "evaluation", "no DDP", "FSDP"])
 def test_gradients_are_left_to_autograd_where_they_cannot_be_added(why):
     fused = layer(PACKED)
