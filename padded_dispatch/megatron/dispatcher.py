@@ -32,7 +32,7 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig
+from padded_dispatch.config import NO_DROP, DispatchConfig, require
 from padded_dispatch.counters import Counters
 from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.agreement import Agreement
@@ -312,6 +312,14 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
 
     def _announce(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
         super()._announce(config, tokens_TD)
+        require(
+            not hasattr(self.experts.linear_fc1.weight, "expert_tp"),  # They set it.
+            "experts",
+            self._options.experts,
+            "be 'module' with Muon and Megatron's other emerging optimizers, which leave weights "
+            "of three dimensions to Adam",
+            "set PaddedOptions(experts='module')",
+        )
         says = self._logs and self.configs.in_training and not config.fits
         if says and self._chunk is not None and self.store:
             self._chunk.say(tokens_TD, self.experts.linear_fc1.weight.shape[1])

@@ -43,9 +43,9 @@ def install(options: PaddedOptions | None = None) -> None:
     """Make `moe_token_dispatcher_type="padded_alltoall"` work. A repeated call changes the options.
 
     Args:
-        options: for every config that is made from now on. To give one config other options, set
-            `config.padded_dispatch = PaddedOptions(...)` afterwards; this is a plain attribute,
-            which `dataclasses.replace` does not copy.
+        options: for every config without any, that is, made from now on or before the first call.
+            To give one config other options, set `config.padded_dispatch = PaddedOptions(...)`
+            afterwards; this is a plain attribute, which `dataclasses.replace` does not copy.
 
     Raises:
         ValueError: `options` are no `PaddedOptions`.
@@ -75,6 +75,8 @@ def _wrap_init(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def padded_init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if _options is not None and config.moe_token_dispatcher_type == NAME:
+            if not hasattr(config, "padded_dispatch"):  # Made before `install`.
+                config.padded_dispatch = _options
             build(init, self, config, *args, **kwargs)
             return
         if _options not in (None, PaddedOptions()) and not isinstance(self, PaddedMoELayer):

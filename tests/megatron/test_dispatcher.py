@@ -1,6 +1,8 @@
 """The six methods, called as Megatron calls them."""
 
+import inspect
 import logging
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions, dispatcher
+from padded_dispatch.megatron.compat import found
 from padded_dispatch.megatron.config import log_once
 from tests.support import tiny
 from tests.support.parity import megatron
@@ -69,6 +72,20 @@ def test_the_first_training_pass_asks_whether_gradients_arrive(monkeypatch):
     for mode, times in ((False, 0), (True, 1), (True, 1)):
         made.train(mode)(torch.randn(3, 2, tiny.HIDDEN))
         assert asked == [(made.experts, made.config)] * times
+
+
+def test_optimizers_that_would_leave_packed_weights_to_adam_are_refused():
+    """Megatron's Muon marks weights of experts in each version; it takes those of 2 dimensions."""
+    homes = [home for name in ("optimizer", "optimizer.muon") if (home := found(name))]
+    assert any("param.expert_tp = True" in inspect.getsource(home) for home in homes)
+    for experts, raises in (("module", nullcontext()), ("packed", pytest.raises(ValueError))):
+        made = tiny.padded_layer(PaddedOptions(experts=experts))
+        for parameter in made.experts.parameters():
+            vars(parameter)["expert_tp"] = True
+        with raises as raised:
+            made(torch.randn(3, 2, tiny.HIDDEN))
+    assert str(raised.value).startswith("experts must be 'module' with Muon and")
+    assert "got 'packed'; set PaddedOptions(experts='module')" in str(raised.value)
 
 
 @pytest.mark.parametrize("captured", [False, True])

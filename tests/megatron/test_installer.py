@@ -99,8 +99,11 @@ def test_options_that_no_layer_follows_are_named_once(caplog):
 
 
 def test_options_reach_the_dispatcher():
+    uninstall()
+    earlier = tiny.config()
     install(PaddedOptions(eval_factor=3.0))
     config = tiny.config()
+    assert tiny.layer(earlier).token_dispatcher.configs.evaluation.capacity_factor == 3.0
     assert tiny.layer(config).token_dispatcher.configs.evaluation.capacity_factor == 3.0
     config.padded_dispatch = PaddedOptions(eval_factor=5.0)
     assert tiny.layer(config).token_dispatcher.configs.evaluation.capacity_factor == 5.0
