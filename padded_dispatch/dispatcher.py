@@ -15,6 +15,7 @@ Letters: T tokens on this rank, K experts per token, E experts, D hidden size, N
 
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from padded_dispatch import experts
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange import Exchange, Wire
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import agree_on_shapes, choose, require_kind
+from padded_dispatch.exchange.choose import agree_on_shapes, choose
 from padded_dispatch.experts import Call, ExpertWeights, padded
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.padded import ExpertInput, Sent
@@ -82,19 +83,20 @@ class PaddedDispatcher:
         exchange: ExchangeKind = "auto",
         store: Store | None = None,
     ) -> None:
-        for field, given in (("num_ranks", group), ("etp_size", etp_group)):
-            size = given.size() if given is not None else 1
-            value = getattr(config, field)
-            require(value == size, field, value, f"be {size}, the size of its process group")
         self.config = config
         self._groups = group, etp_group
         self._kind: ExchangeKind = exchange
         self.agreement = Agreement(group, etp_group)
-        self.agreement.check(exchange=exchange)
-        require_kind(exchange)
+        sizes = {"num_ranks": config.num_ranks, "etp_size": config.etp_size}
+        self.agreement.check(exchange=exchange, **sizes)
+        kinds = get_args(ExchangeKind)
+        require(exchange in kinds, "exchange", exchange, f"be one of {', '.join(kinds)}")
+        for (field, value), given in zip(sizes.items(), self._groups, strict=True):
+            size = given.size() if given is not None else 1
+            require(value == size, field, value, f"be {size}, the size of its process group")
         self.store = Store() if store is None else store
         self._number = self.store.add(lambda: self.config)
-        self._exchanges: dict[tuple[bool, str, torch.dtype], Exchange] = {}
+        self._exchanges: dict[tuple[bool, str], Exchange] = {}
 
     def run(
         self,
@@ -141,13 +143,6 @@ class PaddedDispatcher:
         Tokens may be of any floating point dtype on any device.
         """
         config = self.config
-        require(
-            config.capacity_pool == "expert" or config.fits,
-            "capacity_pool",
-            config.capacity_pool,
-            "be 'expert' with experts that read padded cells",
-            "use run for a store",
-        )
         selection, plan, wire = self._begin(tokens_TD, probs_TE, map_TE, mask_T, packed=False)
         given, sent = padded.dispatch(
             tokens_TD,
@@ -184,9 +179,16 @@ class PaddedDispatcher:
             ("shape of map_TE", tuple(map_TE.shape)),
         )
         agree_on_shapes(self.agreement, config, tokens_TD, rules)
-        exchange = self._exchange(tokens_TD, packed)
-        num_tokens = len(tokens_TD)
         in_cells = config.capacity_pool == "expert" and not config.fits
+        require(
+            packed or in_cells or config.fits,
+            "capacity_pool",
+            config.capacity_pool,
+            "be 'expert' with experts that read padded cells",
+            "use run for a store",
+        )
+        exchange = self._exchange(tokens_TD.device, packed)
+        num_tokens = len(tokens_TD)
         selection = select(
             map_TE,
             probs_TE,
@@ -199,11 +201,9 @@ class PaddedDispatcher:
         plan = make_plan(kept_TE, top_k=config.top_k)
         return selection, plan, exchange.start(plan, tokens_TD, num_slots)
 
-    def _exchange(self, tokens_TD: Tensor, packed: bool) -> Exchange:
-        device, dtype = tokens_TD.device, tokens_TD.dtype
-        key = packed, device.type, dtype
+    def _exchange(self, device: torch.device, packed: bool) -> Exchange:
+        key = packed, device.type
         if key not in self._exchanges:
-            self._exchanges[key], _ = choose(
-                self.config, *self._groups, self._kind, packed=packed, device=device, dtype=dtype
-            )
+            how = {"packed": packed, "device": device}
+            self._exchanges[key], _ = choose(self.config, *self._groups, self._kind, **how)
         return self._exchanges[key]

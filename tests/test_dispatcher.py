@@ -201,15 +201,18 @@ def test_direct_stores_need_gpus_and_packed_experts(packed):
 
 
 def _differing(what: str) -> str:
-    """Give rank 1 another method or another exchange; return the error."""
-    config, other = DispatchConfig(num_experts=4, top_k=2, num_ranks=2), dist.get_rank() == 1
+    """Give rank 1 another method, exchange, pool or number of ranks; return the error."""
+    other = dist.get_rank() == 1
+    pool: Any = "store" if what == "pool" and other else "expert"
+    sizes = {"num_experts": 4, "top_k": 2, "num_ranks": 1 if what == "size" and other else 2}
+    config = DispatchConfig(**sizes, capacity_pool=pool)
     exchange: Any = "direct" if what == "exchange" and other else "auto"
     num_tokens = 0 if what == "none" else 3
     given = torch.zeros(num_tokens, 3), torch.zeros(num_tokens, 4), torch.zeros(num_tokens, 4) > 0
     weights = ExpertWeights(fc1_LGD=torch.zeros(2, 2, 3), fc2_LDF=torch.zeros(2, 3, 1))
     try:
         dispatcher = PaddedDispatcher(config, group=dist.group.WORLD, exchange=exchange)
-        if what == "method" and other:
+        if what == "pool" or (what == "method" and other):
             dispatcher.dispatch(*given)
         else:
             dispatcher.run(*given, weights, Activation())
@@ -223,6 +226,8 @@ def _differing(what: str) -> str:
     [
         ("exchange", "exchange is auto on rank 0, direct on rank 1"),
         ("method", "packed is True on rank 0, False on rank 1"),
+        ("pool", "capacity_pool is expert on rank 0, store on rank 1"),
+        ("size", "num_ranks is 2 on rank 0, 1 on rank 1"),
         ("none", "num_tokens must be at least 1, got 0"),
     ],
 )

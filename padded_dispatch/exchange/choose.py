@@ -2,13 +2,12 @@
 
 The choice follows from settings and the kind of machine, and from nothing that the router decides.
 It is alike on all ranks, and stays. `"auto"` takes direct stores where our packed experts compute,
-experts are not split, all ranks are GPUs of one host that reach each other over NVLink, and tokens
-are at most fp32; else collectives. With one rank nothing moves.
+experts are not split, and all ranks are GPUs of one host that reach each other over NVLink; else
+collectives. With one rank nothing moves.
 """
 
 import dataclasses
 import functools
-from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from padded_dispatch.config import DispatchConfig, ExchangeKind, require, requir
 from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement, Values
 from padded_dispatch.exchange.collectives import Collectives
-from padded_dispatch.exchange.direct import DTYPES, DirectStores
+from padded_dispatch.exchange.direct import DirectStores
 
 
 def choose(
@@ -29,20 +28,18 @@ def choose(
     *,
     packed: bool,
     device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Exchange, str]:
     """Return the exchange of a layer and the reason, for the log; a collective call of `group`.
 
-    Compare `kind`, `packed` and `dtype` over the ranks before: some choices run collectives, others
-    do not. Device and dtype are those of the tokens; groups are None for a single rank.
+    Compare `kind` and `packed` over the ranks before: some choices run collectives, others do not.
+    `device` is that of the tokens; groups are None for a single rank.
 
     Raises:
         ValueError: on all ranks, if "direct" was asked for and cannot work.
     """
-    require_kind(kind)
     local = config.num_local_experts
     collectives = Collectives(local, group, etp_group, config.policy)
-    reason = _why_not_direct(etp_group, packed=packed, device=device, dtype=dtype)
+    reason = _why_not_direct(etp_group, packed=packed, device=device)
     if kind == "alltoall":
         reason = f'exchange="{kind}" was asked for'
     if kind == "auto" and collectives.num_sources == 1:
@@ -60,23 +57,15 @@ def choose(
     return direct, f"the {direct.group.size()} ranks share a host and reach each other's GPUs"
 
 
-def require_kind(kind: str) -> None:
-    """Raise if there is no such exchange."""
-    kinds = get_args(ExchangeKind)
-    require(kind in kinds, "exchange", kind, f"be one of {', '.join(kinds)}")
-
-
 def _why_not_direct(
-    etp_group: dist.ProcessGroup | None, *, packed: bool, device: torch.device, dtype: torch.dtype
+    etp_group: dist.ProcessGroup | None, *, packed: bool, device: torch.device
 ) -> str:
     """Return which setting rules direct stores out; "" if none does."""
     if not packed:
         return "direct stores need experts='packed'"
     if etp_group is not None and etp_group.size() > 1:
         return f"direct stores need expert_tensor_parallel_size=1, got {etp_group.size()}"
-    if device.type != "cuda" or dtype not in DTYPES:
-        return f"direct stores need tokens on GPUs in at most fp32, got {dtype} on {device.type}"
-    return ""
+    return "" if device.type == "cuda" else f"direct stores need tokens on GPUs, got {device.type}"
 
 
 def agree_on_shapes(

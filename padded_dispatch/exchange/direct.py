@@ -34,8 +34,6 @@ from padded_dispatch.exchange.symmetric_memory import Buffers, Shape, buffers_of
 from padded_dispatch.routing.plan import Plan
 from padded_dispatch.utils.nvtx import nvtx_range
 
-DTYPES = torch.bfloat16, torch.float16, torch.float32  # of tokens, on a GPU
-
 
 class DirectStores:
     """`Exchange` by direct stores. Creating it is a collective call of the group.

@@ -115,8 +115,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         )
         self.agreement = Agreement(self.ep_group, self.tp_group)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-        kind, dtype = self._options.exchange, config.params_dtype
-        self.agreement.check(exchange=kind, experts_are_packed=self.packed, dtype=dtype)
+        kind = self._options.exchange
+        self.agreement.check(exchange=kind, experts_are_packed=self.packed)
         self.exchange, reason = choose(
             self.dispatch_config,
             self.ep_group,
@@ -124,7 +124,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             kind,
             packed=self.packed,
             device=torch.device(device),
-            dtype=dtype,
         )
         self.chosen = {"experts": "packed" if self.packed else "module"}
         self.chosen |= {"exchange": self.exchange.kind}

@@ -59,8 +59,7 @@ def test_auto_takes_direct_stores_over_nvlink():
     [
         ({"packed": False}, "direct stores need experts='packed'"),
         ({"etp": GROUP}, "direct stores need expert_tensor_parallel_size=1, got 2"),
-        ({"device": torch.device("cpu")}, "direct stores need tokens on GPUs .*bfloat16 on cpu"),
-        ({"dtype": torch.float64}, "direct stores need tokens on GPUs .*float64 on cuda"),
+        ({"device": torch.device("cpu")}, "direct stores need tokens on GPUs, got cpu"),
     ],
 )
 def test_what_needs_collectives(changes, reason):
@@ -78,11 +77,6 @@ def test_one_rank_moves_nothing():
         exchange, reason = chosen(kind, group=None, config=DispatchConfig(num_experts=2, top_k=1))
         assert exchange.kind == "none"
     assert reason == 'exchange="alltoall" was asked for'
-
-
-def test_an_unknown_exchange_is_refused():
-    with pytest.raises(ValueError, match=r"^exchange must be one of auto, alltoall, direct, got"):
-        chosen("nccl")
 
 
 # What is compared.
