@@ -14,7 +14,7 @@ brings the sums home, and there those of a token are added in rank order, in at 
 tensor parallelism gathers what arrived at all ranks that split an expert, and sums their partial
 outputs, in at least fp32, before that rounding. With one rank nothing moves.
 
-The calls of a wire are differentiable, for experts in plain torch. A collective runs in backward on
+`open` and `bring` are differentiable, for experts in plain torch. A collective runs in backward on
 every rank that ran it forward, if a gradient is wanted there.
 
 Letters: T tokens, K experts per token, E experts, R expert-parallel ranks, L = E / R local experts,
@@ -101,7 +101,7 @@ class Collectives:
 class CollectiveWire:
     """`Wire` over collectives.
 
-    `open`, `push` and `bring` are differentiable; sums that come home have the dtype of the tokens.
+    `open` and `bring` are differentiable; sums that come home have the dtype of the tokens.
 
     Attributes:
         splits: whether other ranks compute parts of the same experts.
@@ -161,9 +161,7 @@ class CollectiveWire:
     @nvtx_range("exchange")
     def push(self, values_TD: Tensor) -> Values:
         """Send a row for every token over the same way; see `Wire`."""
-        if self._exchange.num_sources == 1:
-            return Values(rows_SPD=self.send(values_TD))
-        return Values(rows_SPD=_Send.apply(self, values_TD, None)[0])
+        return Values(rows_SPD=self.send(values_TD))
 
     @nvtx_range("exchange")
     def bring(self, sum_SPD: Tensor) -> Tensor:
@@ -304,24 +302,22 @@ def _padded(values: Tensor, length: int, fill: int = 0) -> Tensor:
 
 
 class _Send(torch.autograd.Function):
-    """Rows of every (source, slot); with probabilities, the plan beside them."""
+    """Rows of every (source, slot), and the plan beside them."""
 
     @staticmethod
-    def forward(ctx, wire: CollectiveWire, values_TD: Tensor, prob_TK: Tensor | None):
+    def forward(ctx, wire: CollectiveWire, tokens_TD: Tensor, prob_TK: Tensor):
         ctx.wire = wire
-        rows_SPD = wire.send(values_TD)
-        if prob_TK is None:
-            return (rows_SPD,)
+        rows_SPD = wire.send(tokens_TD)
         prob_SPK, *numbers = wire.send_plan(prob_TK)
         ctx.mark_non_differentiable(*numbers)
         return rows_SPD, prob_SPK, *numbers
 
     @staticmethod
     @nvtx_range("exchange backward")
-    def backward(ctx, grad_SPD, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        wire, (_, needs_values, needs_probs) = ctx.wire, ctx.needs_input_grad
-        grad_TD = wire.bring_sums(grad_SPD) if needs_values else None
-        return None, grad_TD, wire.bring_beside(grads[0]) if needs_probs else None
+    def backward(ctx, grad_SPD, grad_SPK, *_):  # pyright: ignore
+        wire, (_, needs_tokens, needs_probs) = ctx.wire, ctx.needs_input_grad
+        grad_TD = wire.bring_sums(grad_SPD) if needs_tokens else None
+        return None, grad_TD, wire.bring_beside(grad_SPK) if needs_probs else None
 
 
 class _Bring(torch.autograd.Function):

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.exchange import Arrived, Values
-from padded_dispatch.exchange.symmetric_memory import Buffers, Shape, buffers_of, check_group
+from padded_dispatch.exchange.symmetric_memory import Buffers, Shape, buffers_for, check_group
 from padded_dispatch.routing.plan import Plan
 from padded_dispatch.utils.nvtx import nvtx_range
 
@@ -77,7 +77,7 @@ class DirectStores:
             dtype=tokens_TD.dtype,
         )
         if shape not in self._buffers:
-            self._buffers[shape] = buffers_of(self.group, shape, tokens_TD.device)
+            self._buffers[shape] = buffers_for(self.group, shape, tokens_TD.device)
         buffers = self._buffers[shape]
         return DirectWire(plan=plan, buffers=buffers, homes_S=buffers.homes_R)
 

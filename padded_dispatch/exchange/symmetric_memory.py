@@ -137,35 +137,26 @@ class Buffers:
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """State that the layers of a group share; the last memory of each kind is the largest."""
+    """Memory that the layers of a group share; the last of each kind is the largest."""
 
     arriving: list[PeerMemory] = field(default_factory=list)
     coming: list[PeerMemory] = field(default_factory=list)
-    buffers: dict[Shape, Buffers] = field(default_factory=dict)
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
 
 
-def buffers_of(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> Buffers:
-    """Return the buffers of a shape; the first call with it is a collective call of the group.
+def buffers_for(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> Buffers:
+    """Return buffers of a shape; a collective call of the group, which may allocate.
 
-    Raise on all ranks if they do not fit on one of them, and for a new shape in a capture.
+    Raise on all ranks if they do not fit on one of them, and in a capture.
     """
+    if is_capturing():
+        raise ValueError(
+            "buffers of exchange='direct' must exist before a CUDA graph is captured, got the "
+            f"new {shape}; run one eager step with the same shapes before capturing"
+        )
     known = _groups.setdefault(group, _Group())
-    if shape not in known.buffers:
-        if is_capturing():
-            raise ValueError(
-                "buffers of exchange='direct' must exist before a CUDA graph is captured, got the "
-                f"new {shape}; run one eager step with the same shapes before capturing"
-            )
-        known.buffers[shape] = _new_buffers(known, group, shape, device)
-    return known.buffers[shape]
-
-
-def _new_buffers(
-    known: _Group, group: dist.ProcessGroup, shape: Shape, device: torch.device
-) -> Buffers:
     num_ranks, num_slots, top_k = group.size(), shape.num_slots, shape.top_k
     itemsize, choices = shape.dtype.itemsize, num_slots * top_k
     plan_at = _aligned(num_ranks * num_slots * shape.width * itemsize)

@@ -86,7 +86,7 @@ class _Stack:
 
     Attributes:
         num_rows: M.
-        top: zeros, see `Room.top`.
+        top: see `Room.top`.
         captured: whether a CUDA graph uses it.
         entries: marks of passes, those of the last calls last.
         buffers: memory of rows of some widths and dtype.
@@ -165,7 +165,6 @@ class Store:
     def __init__(self) -> None:
         self._configs: list[Callable[[], DispatchConfig]] = []
         self._stacks: list[_Stack] = []  # That used last comes last.
-        self._tops: list[Tensor] = []
 
     def add(self, config: Callable[[], DispatchConfig]) -> int:
         """Add a call that keeps rows, and return its number.
@@ -222,17 +221,12 @@ class Store:
                 elif not stack.captured:
                     self._stacks.remove(stack)
         if found is None:
-            found = _Stack(num_rows=num_rows, top=self._top(device))
+            top = torch.empty(2, dtype=torch.int32, device=device)  # The first call sets it.
+            found = _Stack(num_rows=num_rows, top=top)
         else:
             self._stacks.remove(found)
         found.captured, found.num_tokens, found.rooms = captures, num_tokens, rooms
         return found
-
-    def _top(self, device: torch.device) -> Tensor:
-        """Return two zeros, made before any capture: it would record that they are set."""
-        if not self._tops:
-            self._tops = list(torch.zeros(64, 2, dtype=torch.int32, device=device))
-        return self._tops.pop()
 
     def release(self, *, captured: bool) -> None:
         """Free the stacks that have no rows: those of deleted graphs, or those of eager passes."""

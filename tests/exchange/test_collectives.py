@@ -175,7 +175,7 @@ def _shards_and_ranks() -> list[Tensor]:
         exchange = Collectives(1, group, etp_group)
         value = 256.0 if dist.get_rank() == 0 else 1.0
         wire = exchange.start(plan, tokens_TD, 1)
-        rows_SPD = wire.push(tokens_TD).rows_SPD
+        rows_SPD = wire.open(tokens_TD, torch.ones(1, num_ranks)).values.rows_SPD
         rows_SPD.backward(torch.full_like(rows_SPD, value))
         dtype = torch.float32 if etp_size > 1 else torch.bfloat16
         found.append(wire.bring(torch.full((4, 1, 1), value, dtype=dtype)))

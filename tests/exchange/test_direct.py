@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch.exchange import symmetric_memory
-from padded_dispatch.exchange.symmetric_memory import Shape, buffers_of
+from padded_dispatch.exchange.symmetric_memory import Shape, buffers_for
 from tests.support.direct_parity import (
     Layer,
     backward,
@@ -118,8 +118,7 @@ def _memories() -> list[list[int]]:
     """Return the bytes that this rank holds after each shape: of arrivals, of what comes home."""
     group, found = dist.group.WORLD, []
     for shape in (_shape(256), _shape(100), _shape(300), _shape(256), _shape(256, top_k=1)):
-        buffers = buffers_of(group, shape, torch.device("cpu"))
-        assert buffers_of(group, shape, torch.device("cpu")) is buffers
+        buffers = buffers_for(group, shape, torch.device("cpu"))
         assert buffers.rows_SPD.shape == (2, shape.num_slots, 8)
         assert buffers.home_QD.shape == (shape.num_slots * shape.top_k, 8)
         known = symmetric_memory._groups[group]
@@ -137,7 +136,7 @@ def test_layers_share_memory_and_a_larger_shape_gets_more():
 
 def _does_not_fit() -> str:
     with pytest.raises(ValueError) as refused:
-        buffers_of(dist.group.WORLD, _shape(2**22, width=2**10), torch.device("cpu"))
+        buffers_for(dist.group.WORLD, _shape(2**22, width=2**10), torch.device("cpu"))
     return str(refused.value)
 
 
@@ -155,4 +154,4 @@ def test_a_new_shape_in_a_capture_is_refused():
         patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
         pytest.raises(ValueError, match=r"must exist before .* one eager step with the same shap"),
     ):
-        buffers_of(dist.ProcessGroup(0, 1), _shape(1), torch.device("cpu"))
+        buffers_for(dist.ProcessGroup(0, 1), _shape(1), torch.device("cpu"))

@@ -9,6 +9,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ def test_peaks_count_symmetric_memory(monkeypatch, rendezvous):
     """Two allocations of half a GiB, one of them freed later, and a GiB of torch's own."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2**31)
+    monkeypatch.setattr(symmetric_memory, "_held", WeakKeyDictionary())  # Not that of other tests.
     memories = [PeerMemory(group_of(), 2**29, CPU) for _ in range(2)]
     assert (symmetric_memory.allocated_gib(), symmetric_memory.reserved_gib()) == (2.0, 3.0)
     del memories[0]
@@ -163,7 +165,7 @@ def test_one_line_of_a_job_has_the_size_in_words(monkeypatch, rendezvous, caplog
             group = group_of()
             for num_slots in (16, 16, 8):  # Layers of one shape, and of a smaller one.
                 shape = symmetric_memory.Shape(num_slots=num_slots, **sizes)
-                symmetric_memory.buffers_of(group, shape, CPU)
+                symmetric_memory.buffers_for(group, shape, CPU)
     line = "0.13 GiB on each of 2 ranks, shared by all layers, for 16 tokens"
     assert caplog.messages == [f"direct exchange: {line}"]
 
