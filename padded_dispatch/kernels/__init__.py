@@ -11,11 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Rows of a tile of a grouped product, and the most tiles of one expert that are computed before the
-# next columns of a large weight are: see `gemm`.
-ROWS_OF_TILE = 128
-TILES_OF_GROUP = 16
-
 # What `counters` counts, one number each, in the order in which they lie behind the numbers per
 # expert: see `counters.Counters`. Listed here because the kernel shares the order, and `counters`
 # must not need Triton.

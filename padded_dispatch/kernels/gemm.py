@@ -33,8 +33,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from padded_dispatch.config import require
-from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP, Scaled, Segments
+from padded_dispatch.kernels import Scaled, Segments
 
+_TILES_OF_GROUP = 16  # of one expert, at most, before the next columns of a large weight
 _TILES_AT_A_TIME = 32
 
 _SMALL_WEIGHT = 12 * 2**20  # Bytes: a quarter of the L2 cache of an H200.
@@ -54,7 +55,7 @@ class Tiles:
         programs: programs on a multiprocessor, of gradients of weights.
     """
 
-    rows: int = ROWS_OF_TILE
+    rows: int = 128
     columns: int = 256
     inner: int = 64
     stages: int = 4
@@ -76,7 +77,6 @@ def rows_times_weights(
     at_M: Tensor | None = None,
     bias_LO: Tensor | None = None,
     prob_M: Tensor | None = None,
-    tiles: Tiles = _TILES,
 ) -> Tensor:
     """Compute `rows @ weight[l].T` for every expert's rows.
 
@@ -92,7 +92,6 @@ def rows_times_weights(
             this GPU or on one that it can access.
         bias_LO: contiguous, same dtype; adds `prob * bias[l]` to the rounded product.
         prob_M: stored, floating point; required with a bias.
-        tiles: launch parameters.
 
     Returns:
         `out`, in which rows outside of the offsets are not written; with addresses those.
@@ -103,10 +102,11 @@ def rows_times_weights(
     `[[4], [1]]`.
     """
     assert segments.tiles is not None
-    dtype, inner, scales = rows.dtype, tiles.inner, (None, None)
+    tiles, dtype, scales = _TILES, rows.dtype, (None, None)
+    inner = tiles.inner
     if isinstance(rows, Scaled):
         assert isinstance(weight_LOI, Scaled)
-        scales, inner = (rows.scales, weight_LOI.scales), 2 * tiles.inner
+        scales, inner = (rows.scales, weight_LOI.scales), 2 * inner
         rows, weight_LOI = rows.values, weight_LOI.values
     assert isinstance(weight_LOI, Tensor)
     width_out, width_in = weight_LOI.shape[1:]
@@ -186,25 +186,25 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def row_tiles(segments: Segments, tile_rows: int = ROWS_OF_TILE) -> Tensor:
+def row_tiles(segments: Segments) -> Tensor:
     """List the tiles of rows that products compute: int32 [1 + most tiles, 4].
 
     The first line has how many tiles follow. The others have the expert; the group of tiles that it
-    belongs to, at most `TILES_OF_GROUP` of one expert: its first tile and its number of tiles; and
-    the first row of the group, as offsets count. Lines behind the last tile are unspecified.
+    belongs to, at most 16 of one expert: its first tile and its number of tiles; and the first row
+    of the group, as offsets count. Lines behind the last tile are unspecified.
 
     Example: `offsets = [10, 13, 13, 17]` of three experts and tiles of 2 rows give the lines
     `[4, 0, 0, 0]`, `[0, 0, 2, 10]` twice, and `[2, 2, 2, 13]` twice.
     """
-    most = segments.num_rows // tile_rows + segments.num_experts
+    most = segments.num_rows // _TILES.rows + segments.num_experts
     table = segments.offsets.new_empty(1 + most, 4)
     _row_tiles_kernel[(triton.cdiv(most, _TILES_AT_A_TIME),)](
         segments.offsets,
         segments.num_sources,
         table,
         segments.num_experts,
-        ROWS=tile_rows,
-        GROUP=TILES_OF_GROUP,
+        ROWS=_TILES.rows,
+        GROUP=_TILES_OF_GROUP,
         EXPERTS=triton.next_power_of_2(segments.num_experts),
         TILES=_TILES_AT_A_TIME,
         num_warps=4,
@@ -362,7 +362,6 @@ def weight_gradients(
     zeroed: Tensor | None = None,
     *,
     stored: bool,
-    tiles: Tiles | None = None,
 ) -> Tensor:
     """Compute every expert's `grad.T @ rows`, and add it to its sums if there are any.
 
@@ -378,7 +377,6 @@ def weight_gradients(
         zeroed: int32 [2], with sums: unless the first is 0, products are stored, whatever the sums
             hold, and it becomes 0; the second is scratch. None adds.
         stored: whether `grad` and `rows` are stored, or loose.
-        tiles: launch parameters; None are those of `gradient_tiles`.
 
     Returns:
         The sums or the result, [L, O, I].
@@ -389,8 +387,7 @@ def weight_gradients(
     """
     num_experts, width_out, width_in = segments.num_experts, grad.shape[1], rows.shape[1]
     out_LOI = rows.new_empty(num_experts, width_out, width_in) if sums_LOI is None else sums_LOI
-    if tiles is None:
-        tiles = gradient_tiles(segments.num_expected, num_experts, sums_LOI is not None)
+    tiles = gradient_tiles(segments.num_expected, num_experts, sums_LOI is not None)
     half = [1, tiles.rows, tiles.columns // 2]
     launches = [False] if sums_LOI is None else [True] if zeroed is None else [False, True]
     for adds in launches:

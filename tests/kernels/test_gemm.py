@@ -10,13 +10,23 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.experts.scaled import quantize
-from padded_dispatch.kernels import ROWS_OF_TILE, TILES_OF_GROUP, Scaled, Segments, gemm
+from padded_dispatch.kernels import Scaled, Segments, gemm
 from tests.support.device import DEVICE, equal, here, in_store, operand, real, segments_of
 
 # The interpreter's products of bf16 are wrong (Triton 3.9): it multiplies the bits.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 SMALL = gemm.Tiles(rows=64, columns=32, inner=16, stages=2, warps=4)
+
+
+@pytest.fixture
+def small(monkeypatch) -> None:
+    """Let products have small tiles."""
+    monkeypatch.setattr(gemm, "_TILES", SMALL)
+    monkeypatch.setattr(gemm, "gradient_tiles", lambda *given: SMALL)
+
+
+SMALL_TILES = pytest.mark.usefixtures("small")
 
 # Rows of each expert, where the first one lies, and sources. None in front, between and behind; one
 # row; all in one expert; no row; many experts.
@@ -35,9 +45,9 @@ STORED = pytest.mark.parametrize("stored", [True, False], ids=["stored", "loose"
 KINDS = pytest.mark.parametrize("kind", ["stored", "loose", "e4m3"])
 
 
-def tiled(counts: list[int], tile_rows: int = SMALL.rows, **how: int) -> Segments:
+def tiled(counts: list[int], **how: int) -> Segments:
     segments = segments_of(counts, **how)
-    return dataclasses.replace(segments, tiles=gemm.row_tiles(segments, tile_rows))
+    return dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
 
 
 def by_expert(rows_nI: Tensor, weight_LOI: Tensor, counts: list[int]) -> Tensor:
@@ -69,26 +79,28 @@ def padded(rows: list[list[float]]) -> Tensor:
     return torch.nn.functional.pad(torch.tensor(rows, dtype=DTYPE), (0, 8 - len(rows[0])))
 
 
+@SMALL_TILES
 def test_rows_times_weights_example():
     segments = tiled([1, 1], base=5)
     rows_NI = operand(padded([[1, 2], [3, 4]]), segments, stored=False)
     weight_LOI = torch.zeros(2, 8, 8, dtype=DTYPE)
     weight_LOI[0, 0, 0] = weight_LOI[1, 0, 1] = 1
     given = rows_NI, here(weight_LOI), segments
-    out_NO = gemm.rows_times_weights(*given, stored=False, tiles=SMALL)
+    out_NO = gemm.rows_times_weights(*given, stored=False)
     assert out_NO[:2, 0].tolist() == [1.0, 4.0]
     buffer_NO = torch.zeros(2, 8, dtype=DTYPE, device=DEVICE)
     at_M = here(torch.tensor([0] * 5 + addresses(buffer_NO, [1, 0])))
-    gemm.rows_times_weights(*given, at_M=at_M, stored=False, tiles=SMALL)
+    gemm.rows_times_weights(*given, at_M=at_M, stored=False)
     assert buffer_NO[:, 0].tolist() == [4.0, 1.0]
 
 
+@SMALL_TILES
 def test_weight_gradients_example():
     segments = segments_of([2, 0, 1], base=7)
     given = (
         operand(padded(rows), segments, False) for rows in ([[1], [2], [3]], [[1], [10], [100]])
     )
-    given, how = (*given, segments), {"stored": False, "tiles": SMALL}
+    given, how = (*given, segments), {"stored": False}
     assert gemm.weight_gradients(*given, **how)[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
     sums_LOI = torch.ones(3, 8, 8, device=DEVICE)
     assert gemm.weight_gradients(*given, sums_LOI, **how)[:, 0, 0].tolist() == [22.0, 1.0, 301.0]
@@ -97,8 +109,9 @@ def test_weight_gradients_example():
     assert sums_LOI[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
 
 
-def test_row_tiles_example():
-    table = gemm.row_tiles(segments_of([3, 0, 4], base=10), 2)
+def test_row_tiles_example(monkeypatch):
+    monkeypatch.setattr(gemm, "_TILES", gemm.Tiles(rows=2))
+    table = gemm.row_tiles(segments_of([3, 0, 4], base=10))
     assert table[:5].tolist() == [[4, 0, 0, 0], *[[0, 0, 2, 10]] * 2, *[[2, 2, 2, 13]] * 2]
 
 
@@ -109,18 +122,19 @@ def test_row_tiles_example():
 def test_row_tiles_are_listed_expert_by_expert(counts, num_sources):
     expected, start = [], 1000
     for expert, count in enumerate(counts):
-        first, num_tiles = len(expected), -(-count // ROWS_OF_TILE)
-        for before in range(0, num_tiles, TILES_OF_GROUP):
-            of_group = min(TILES_OF_GROUP, num_tiles - before)
-            line = [expert, first + before, of_group, start + before * ROWS_OF_TILE]
+        first, num_tiles = len(expected), -(-count // gemm._TILES.rows)
+        for before in range(0, num_tiles, gemm._TILES_OF_GROUP):
+            of_group = min(gemm._TILES_OF_GROUP, num_tiles - before)
+            line = [expert, first + before, of_group, start + before * gemm._TILES.rows]
             expected += [line] * of_group
         start += count
     segments = segments_of(counts, base=1000, num_sources=num_sources)
     found = gemm.row_tiles(segments)
-    assert found.shape == (1 + segments.num_rows // ROWS_OF_TILE + len(counts), 4)
+    assert found.shape == (1 + segments.num_rows // gemm._TILES.rows + len(counts), 4)
     assert found[: 1 + len(expected)].tolist() == [[len(expected), 0, 0, 0], *expected]
 
 
+@SMALL_TILES
 @ROWS
 @KINDS
 @pytest.mark.parametrize(
@@ -136,7 +150,7 @@ def test_each_expert_has_its_own_matrix(
     rows_nI, weight_LOI, expected_nO = whole_numbers(counts, transposed)
     out = operand(torch.full_like(expected_nO, 7), segments, out_stored)
     given = operands(kind, rows_nI, weight_LOI, segments)
-    how = {"stored": not out_stored, "out_stored": out_stored, "tiles": SMALL}
+    how = {"stored": not out_stored, "out_stored": out_stored}
     assert gemm.rows_times_weights(*given, out=out, **how) is out
     equal((real(out, segments, out_stored), expected_nO))
     assert int(out.isnan().all(1).sum()) == len(out) - sum(counts)
@@ -160,15 +174,16 @@ def whole_numbers(counts: list[int], transposed: bool) -> tuple[Tensor, Tensor, 
     return rows_nI, weight_LOI, expected_nO
 
 
+@SMALL_TILES
 def test_more_tiles_than_a_group_has_by_one_program(monkeypatch):
     """Without `out` the result is loose, and as long as a pass may be."""
     monkeypatch.setattr(gemm, "_SMALL_WEIGHT", 0)
     monkeypatch.setattr(gemm, "multiprocessors", lambda device: 1)
-    counts = [5, 64 * TILES_OF_GROUP + 70, 3]
+    counts = [5, 64 * gemm._TILES_OF_GROUP + 70, 3]
     segments = tiled(counts, base=11, num_sources=2)
     rows_nI, weight_LOI, expected_nO = whole_numbers(counts, transposed=False)
     given = operand(rows_nI, segments, True), here(weight_LOI), segments
-    out_NO = gemm.rows_times_weights(*given, stored=True, tiles=SMALL)
+    out_NO = gemm.rows_times_weights(*given, stored=True)
     assert len(out_NO) == segments.num_rows
     equal((real(out_NO, segments, False), expected_nO))
 
@@ -179,6 +194,7 @@ def addresses(buffer_NO: Tensor, places: list[int]) -> list[int]:
     return [buffer_NO.data_ptr() + row_bytes * place for place in places]
 
 
+@SMALL_TILES
 @ROWS
 @KINDS
 @pytest.mark.parametrize(("transposed", "biased"), [(False, True), (True, False)])
@@ -203,7 +219,7 @@ def test_rows_at_addresses_are_those_of_the_product(
     # Addresses of rows that do not exist would crash.
     at_M = here(torch.tensor([0] * base + addresses(buffer_NO, places.tolist()) + [0] * 3))
     given = operands(kind, rows, weight_LOI, segments)
-    how = {"bias_LO": bias_LO, "prob_M": prob_M, "stored": kind == "stored", "tiles": SMALL}
+    how = {"bias_LO": bias_LO, "prob_M": prob_M, "stored": kind == "stored"}
     gemm.rows_times_weights(*given, at_M=at_M, **how)
     product_NO = gemm.rows_times_weights(*given, **how)
     expected_NO = torch.full_like(buffer_NO, 7.0)
@@ -211,6 +227,7 @@ def test_rows_at_addresses_are_those_of_the_product(
     equal((buffer_NO, expected_NO))
 
 
+@SMALL_TILES
 @ROWS
 @KINDS
 def test_a_bias_is_added_to_the_rounded_product(counts, base, num_sources, kind):
@@ -227,19 +244,19 @@ def test_a_bias_is_added_to_the_rounded_product(counts, base, num_sources, kind)
         stored=kind == "stored",
         bias_LO=here(bias_LO),
         prob_M=here(in_store(prob_n, base)),
-        tiles=SMALL,
     )
     expected_n = (big + prob_n * bias_L.repeat_interleave(torch.tensor(counts))).to(DTYPE)
     equal((real(out_NO, segments, False), expected_n[:, None].expand(-1, 40)))
 
 
+@SMALL_TILES
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_a_scaled_row_that_is_not_finite_spoils_itself_alone(value):
     """Likewise a row of a weight: one column of its expert."""
     rows_nI, weight_LOI = torch.ones(70, 32), torch.ones(2, 40, 32)
     rows_nI[3, 5] = weight_LOI[1, 7, 9] = value
     given = operands("e4m3", rows_nI.to(DTYPE), weight_LOI.to(DTYPE), tiled([60, 10]))
-    out_NO = gemm.rows_times_weights(*given, stored=False, tiles=SMALL)
+    out_NO = gemm.rows_times_weights(*given, stored=False)
     found_nO = out_NO[:70].cpu()
     spoiled = torch.zeros(70, 40, dtype=torch.bool)
     spoiled[3] = spoiled[60:, 7] = True
@@ -247,6 +264,7 @@ def test_a_scaled_row_that_is_not_finite_spoils_itself_alone(value):
     assert (found_nO[~spoiled] == 32).all()
 
 
+@SMALL_TILES
 @ROWS
 @STORED
 def test_weight_gradients_are_added_in_fp32(counts, base, num_sources, stored):
@@ -261,7 +279,7 @@ def test_weight_gradients_are_added_in_fp32(counts, base, num_sources, stored):
     parts = zip(grad_nO.float().split(counts), rows_nI.float().split(counts), strict=True)
     expected_LOI = torch.stack([grad.T @ rows for grad, rows in parts])
     given = operand(grad_nO, segments, stored), operand(rows_nI, segments, stored), segments
-    how = {"stored": stored, "tiles": SMALL}
+    how = {"stored": stored}
     for dtype in (DTYPE, torch.float32):
         sums_LOI = torch.full_like(expected_LOI, 0.25, dtype=dtype, device=DEVICE)
         gemm.weight_gradients(*given, sums_LOI, **how)
@@ -307,7 +325,7 @@ def test_what_products_do_not_compute_is_refused(dtype, width, message):
 def test_products_have_the_bits_of_torchs(mean, width_in, width_out, stored):
     """Experts of Qwen3, GPT-OSS and DeepSeek-V3, one of them without rows; other rows are NaN."""
     counts = [mean, 0, mean + 37, mean - 38, mean - 1, 1]
-    segments = tiled(counts, ROWS_OF_TILE, base=333, num_sources=8)
+    segments = tiled(counts, base=333, num_sources=8)
     offsets_L = torch.tensor(counts).cumsum(0).int().cuda()
 
     def draw(*shape: int) -> Tensor:
