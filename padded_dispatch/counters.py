@@ -30,9 +30,6 @@ from padded_dispatch.routing.select import Selection
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# Probability mass is counted in units of 2**-32: int64 holds up to 2**31 rows of probability 1.
-MASS_UNITS = 2**32
-
 # Figures that are the largest of all layers, not of the summed layers, and their least values.
 _LARGEST = {"expert_overload": 1.0, "rank_overload": 1.0, "needed_factor": 0.0}
 
@@ -53,12 +50,6 @@ class RoutingObserver(Protocol):
         """
 
 
-def mass_units(probs: Tensor) -> Tensor:
-    """Convert probabilities to whole units of 2**-32, int64, each rounded half to even."""
-    wide = probs.to(torch.promote_types(probs.dtype, torch.float32))
-    return (wide * MASS_UNITS).round().to(torch.int64)
-
-
 class Counters:
     """Counts of one layer on one rank since it was made; int64 tensors on the device.
 
@@ -74,7 +65,8 @@ class Counters:
         demand_E: rows asked for.
         kept_E: rows that have a place: of this source in cells, of all sources in a store.
         kept_L: those of this rank's experts, a view.
-        asked_mass: probability of all rows asked for, in units of 2**-32.
+        asked_mass: probability of all rows asked for, each rounded to units of 2**-32, half to
+            even; int64 holds up to 2**31 rows of probability 1.
         dropped_mass: probability of the rows that got no slot of a cell, likewise.
         num_tokens: tokens that asked for an expert.
         lost_tokens: those of them that got no slot of a cell.
@@ -161,7 +153,8 @@ def count_in_torch(
     Arguments and example: see `padded_dispatch.kernels.counters.count`.
     """
     num_tokens, num_experts = asked_TE.shape
-    mass_TE = torch.where(asked_TE, mass_units(probs_TE), 0)
+    wide_TE = probs_TE.to(torch.promote_types(probs_TE.dtype, torch.float32))
+    mass_TE = torch.where(asked_TE, (wide_TE * 2**32).round().to(torch.int64), 0)
     asked_T = asked_TE.any(1)
     totals[:num_experts] += asked_TE.sum(0)
     scalars = dict(zip(SCALARS, totals[2 * num_experts :], strict=True))

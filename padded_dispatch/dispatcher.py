@@ -30,7 +30,7 @@ from padded_dispatch.experts import Call, ExpertWeights, padded
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.padded import ExpertInput, Sent
 from padded_dispatch.experts.store import Store, TakeRoom, fitting, scratch
-from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
+from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import Selection, select
 from padded_dispatch.utils.phases import in_backward, trains
 
@@ -41,13 +41,11 @@ class Dispatched:
 
     Attributes:
         expert_input: rows and probabilities for this rank's experts.
-        plan: which experts each token has, and the place of each row.
         selection: which rows kept a slot.
         sent: for `combine`.
     """
 
     expert_input: ExpertInput
-    plan: Plan
     selection: Selection
     sent: Sent
 
@@ -123,9 +121,8 @@ class PaddedDispatcher:
             ValueError: the same on all ranks, when their shapes or rules differ or T is 0.
             AbsentRanksError: on all ranks that wait, when one does not come.
         """
-        selection, plan, wire = self._begin(tokens_TD, probs_TE, map_TE, mask_T, packed=True)
+        _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, mask_T, packed=True)
         call = Call(wire=wire, take_room=self._rooms(len(tokens_TD)))
-        prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
 
     def _rooms(self, num_tokens: int) -> TakeRoom:
@@ -143,15 +140,15 @@ class PaddedDispatcher:
         Tokens may be of any floating point dtype on any device.
         """
         config = self.config
-        selection, plan, wire = self._begin(tokens_TD, probs_TE, map_TE, mask_T, packed=False)
+        selection, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, mask_T, packed=False)
         given, sent = padded.dispatch(
             tokens_TD,
-            choice_probs(selection.probs_TE, plan.expert_TK),
+            prob_TK,
             wire,
             capacity=None if config.fits else selection.capacity,
             alignment=config.alignment,
         )
-        return Dispatched(expert_input=given, plan=plan, selection=selection, sent=sent)
+        return Dispatched(expert_input=given, selection=selection, sent=sent)
 
     def combine(self, out_ND: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the experts' output back and sum it per token: [N, D] to [T, D].
@@ -168,8 +165,8 @@ class PaddedDispatcher:
         mask_T: Tensor | None,
         *,
         packed: bool,
-    ) -> tuple[Selection, Plan, Wire]:
-        """Return what a pass keeps at the source, and its exchange."""
+    ) -> tuple[Selection, Tensor, Wire]:
+        """Return what a pass keeps at the source, its choices' probabilities, and its exchange."""
         config = self.config
         # What is given is compared as well, so that all ranks raise if one lacks an argument.
         rules = (
@@ -199,7 +196,8 @@ class PaddedDispatcher:
         num_slots = config.wire_slots(num_tokens)
         kept_TE, _ = exchange.strike(selection.kept_TE, selection.probs_TE, num_slots)
         plan = make_plan(kept_TE, top_k=config.top_k)
-        return selection, plan, exchange.start(plan, tokens_TD, num_slots)
+        prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
+        return selection, prob_TK, exchange.start(plan, tokens_TD, num_slots)
 
     def _exchange(self, device: torch.device, packed: bool) -> Exchange:
         key = packed, device.type

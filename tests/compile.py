@@ -86,7 +86,7 @@ def launch_all() -> None:
     values, back = (Scaled.empty(2, 64, 64, like=torch.empty(0, dtype=bf16)) for _ in "ab")
     weights, stale = torch.ones(2, 64, 64, dtype=bf16), torch.ones(1, dtype=int32)
     scaled.quantize_weight(weights, stale, values, back)
-    rows.zero_padding(torch.ones(16, 64, dtype=bf16), torch.ones(16), demand_E[None], 2)
+    rows.zero_padding(torch.ones(16, 64, dtype=bf16), torch.ones(16), demand_E[None])
 
 
 def start(collectives: Collectives, plan: Plan, tokens_TD: Tensor, num_slots: int) -> DirectWire:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.counters import Counters, Snapshot, mass_units, snapshot_of
+from padded_dispatch.counters import Counters, Snapshot, snapshot_of
 from padded_dispatch.experts.plain import store_offsets
 from padded_dispatch.experts.store import Room
 from padded_dispatch.routing.select import select
@@ -76,7 +76,11 @@ def test_mass_is_rounded_half_to_even(dtype):
     expected = [0, 2, 2, 3, 2**31]
     if dtype == torch.float16:  # which has no such small numbers
         halves, expected = torch.tensor([0.5, 2.0**-24]), [2**31, 2**8]
-    assert mass_units(halves.to(dtype)).tolist() == expected
+    for prob, units in zip(halves.to(dtype), expected, strict=True):
+        counters = Counters(DispatchConfig(num_experts=1, top_k=1), "cpu")
+        given = torch.ones(1, 1, dtype=torch.bool), prob.view(1, 1)
+        counters.observe(*given, select(*given, capacity=1))
+        assert counters.asked_mass.item() == units
 
 
 # Figures: two layers, four experts on two ranks, the second layer without any pass.

@@ -28,9 +28,6 @@ from padded_dispatch.utils.phases import is_capturing
 # Named values. Ranks agree if the text of each value is the same.
 Values = tuple[tuple[str, object], ...]
 
-_LONGEST = 200  # characters of a value that a mismatch shows
-_TEXT_BYTES = 65_536  # of all values; about 100 of them travel
-
 
 class Agreement:
     """A comparison of named values over the ranks of process groups before each call.
@@ -92,7 +89,9 @@ class Agreement:
         rows = self._mirror.gather(row, self._limit_s, where)
         if (rows != row).any():
             own = ("caller", self._caller), ("call number", self._num_calls), *values
-            texts = self._mirror.gather(_to_bytes(own), self._limit_s, where)
+            text = _text(own)
+            text = torch.tensor(list(text.ljust(self.largest(len(text)))), dtype=torch.uint8)
+            texts = self._mirror.gather(text, self._limit_s, where)
             values_of = [dict(json.loads(bytes(text.tolist()))) for text in texts]
             raise ValueError(_differences(self._mirror.ranks, values_of))
         self._compared.add(key)
@@ -106,22 +105,14 @@ class Agreement:
         return int(self._mirror.gather(row, self._limit_s, where).max())
 
 
+def _text(values: Values) -> bytes:
+    return json.dumps([(name, str(value)) for name, value in values]).encode()
+
+
 def _digest(values: Values) -> tuple[int, int]:
-    text = json.dumps([(name, str(value)) for name, value in values])
-    digest = blake2b(text.encode(), digest_size=16).digest()
+    digest = blake2b(_text(values), digest_size=16).digest()
     first, second = (int.from_bytes(half, signed=True) for half in (digest[:8], digest[8:]))
     return first, second
-
-
-def _to_bytes(values: Values) -> torch.Tensor:
-    shown = [(name, str(value)) for name, value in values]
-    for number, (name, value) in enumerate(shown):
-        if len(value) > _LONGEST:  # The digest shows that the rest differs.
-            first, _ = _digest(((name, value),))
-            shown[number] = name, f"{value[:_LONGEST]}... ({first:x})"
-    text = json.dumps(shown).encode().ljust(_TEXT_BYTES)
-    assert len(text) == _TEXT_BYTES
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _differences(ranks: list[int], values: list[dict[str, str]]) -> str:

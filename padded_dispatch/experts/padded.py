@@ -54,14 +54,12 @@ class Sent:
         cells: offsets of every (expert, source).
         row_SPK: int32, the row of each choice; negative where it has none on this rank.
         count_SL: as in `ExpertInput`.
-        capacity: C.
     """
 
     wire: CollectiveWire
     cells: Segments
     row_SPK: Tensor
     count_SL: Tensor
-    capacity: int
 
 
 @nvtx_range("dispatch")
@@ -100,7 +98,7 @@ def dispatch(
     level = cells.offsets[1:2]
     if _has_kernels(tokens_TD):
         rows_ND, probs_N, row_SPK = _ToCells.apply(
-            arrived.values.rows_SPD, arrived.prob_SPK, arrived, cells, level, capacity
+            arrived.values.rows_SPD, arrived.prob_SPK, arrived, cells, level
         )
     else:
         choices = arrived.expert_SPK, arrived.place_SPK
@@ -112,7 +110,6 @@ def dispatch(
         cells=cells,
         row_SPK=row_SPK,
         count_SL=count_SL,
-        capacity=capacity,
     )
     return given, sent
 
@@ -155,7 +152,7 @@ class _ToCells(torch.autograd.Function):
     """Rows and probabilities of cells, and the row of each choice, on a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, rows_SPD, prob_SPK, arrived, cells, level, capacity):
+    def forward(ctx: Any, rows_SPD, prob_SPK, arrived, cells, level):
         from padded_dispatch.kernels import rows
 
         rows_ND = rows_SPD.new_empty(cells.num_rows, rows_SPD.shape[2])
@@ -176,7 +173,7 @@ class _ToCells(torch.autograd.Function):
             level=level,
             prob_M=probs_N,
         )
-        rows.zero_padding(rows_ND, probs_N, arrived.count_SL, capacity)
+        rows.zero_padding(rows_ND, probs_N, arrived.count_SL)
         ctx.save_for_backward(row_SPK)
         ctx.mark_non_differentiable(row_SPK)
         return rows_ND, probs_N, row_SPK
@@ -189,7 +186,7 @@ class _ToCells(torch.autograd.Function):
         (row_SPK,) = ctx.saved_tensors
         grad_SPD = rows.sum_rows(grad_ND.contiguous(), row_SPK)
         grad_SPK = rows.take(grad_N.contiguous(), row_SPK)
-        return grad_SPD, grad_SPK, None, None, None, None
+        return grad_SPD, grad_SPK, None, None, None
 
 
 class _ToSums(torch.autograd.Function):
@@ -210,5 +207,5 @@ class _ToSums(torch.autograd.Function):
         require_first_derivatives()
         sent, grad_SPD = ctx.sent, grad_SPD.to(ctx.dtype).contiguous()
         grad_ND = rows.spread_rows(grad_SPD, None, -1, sent.row_SPK, sent.cells, None)
-        rows.zero_padding(grad_ND, None, sent.count_SL, sent.capacity)
+        rows.zero_padding(grad_ND, None, sent.count_SL)
         return grad_ND, None

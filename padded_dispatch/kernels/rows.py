@@ -269,25 +269,24 @@ def _take_kernel(beside, row_of, offsets, taken, num_choices, BLOCK: tl.constexp
     tl.store(taken + i, value, mask=i < num_choices)
 
 
-def zero_padding(rows_MD: Tensor, prob_M: Tensor | None, count_SL: Tensor, capacity: int) -> None:
+def zero_padding(rows_MD: Tensor, prob_M: Tensor | None, count_SL: Tensor) -> None:
     """Write zeros into the padded rows of cells [L, S, C], and beside them.
 
     Args:
         rows_MD: contiguous [L * S * C, D]; changed in place.
         prob_M: contiguous [L * S * C]; changed likewise; None if nothing lies beside the rows.
         count_SL: contiguous int32; real rows are the first of each cell.
-        capacity: C.
 
     Example: S = 1, L = 2, C = 2 and `count = [[1, 0]]` leave row 0 and zero rows 1, 2 and 3.
     """
     num_sources, num_experts = count_SL.shape
-    width = rows_MD.shape[1]
+    num_rows, width = rows_MD.shape
     block, warps = _columns(width)
-    _zero_padding_kernel[(num_experts * num_sources * capacity, triton.cdiv(width, block))](
+    _zero_padding_kernel[(num_rows, triton.cdiv(width, block))](
         rows_MD,
         prob_M,
         count_SL,
-        capacity,
+        num_rows // count_SL.numel(),
         num_sources,
         num_experts,
         width,

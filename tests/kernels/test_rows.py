@@ -181,7 +181,7 @@ def test_take_example():
 def test_zero_padding(width: int):
     count = ints([[1, 0, 3], [2, 3, 0]])  # S = 2, L = 3
     cells, probs = nan(3 * 2 * 3, width), nan(3 * 2 * 3)
-    rows.zero_padding(cells, probs, count, 3)
+    rows.zero_padding(cells, probs, count)
     real = torch.arange(3, device=DEVICE) < count.T[..., None]
     same((cells == 0).all(1), ~real.flatten())
     same(probs == 0, ~real.flatten())
