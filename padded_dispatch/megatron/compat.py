@@ -79,30 +79,12 @@ def captures_moe(config: Any) -> bool:
     return (asked or config.enable_cuda_graph) and "moe" in str(scopes)
 
 
-def captures_routing(config: Any) -> bool:
-    """Return whether a config captures the routers of MoE layers in training."""
-    return _captures(config) and (
-        _captures_all(config) or any("moe" in scope for scope in graph_scopes(config))
-    )
-
-
-def captures_attention(config: Any) -> bool:
-    """Return whether a config captures attention in training."""
-    return _captures(config) and (_captures_all(config) or "attn" in graph_scopes(config))
-
-
-def captures_experts(config: Any) -> bool:
-    """Return whether a config captures the experts of MoE layers."""
-    return _captures(config) and (_captures_all(config) or "moe" in graph_scopes(config))
-
-
-def _captures(config: Any) -> bool:
-    return getattr(config, "cuda_graph_impl", "none") not in (None, "none")
-
-
-def _captures_all(config: Any) -> bool:
-    """Return whether graphs, if there are any, hold whole layers or iterations."""
-    return not graph_scopes(config) or captures_iteration(config)
+def captures(config: Any, *parts: str) -> bool:
+    """Return whether a config captures one of these parts of layers in training."""
+    if getattr(config, "cuda_graph_impl", "none") in (None, "none"):
+        return False
+    scopes = graph_scopes(config)
+    return not scopes or captures_iteration(config) or not scopes.isdisjoint(parts)
 
 
 def iteration_graph() -> dict[str, Any]:
@@ -209,6 +191,7 @@ class SharedExpertOverlap:
 
     def __init__(self, shared_experts: Any) -> None:
         self._shared = shared_experts
+        self.output: Any = shared_experts.get_output
         self.cudagraph_attrs = ["shared_experts.cached_fc1_input"]
         if shared_experts.use_shared_expert_gate:
             self.cudagraph_attrs.append("shared_experts.gate_score")
@@ -237,10 +220,6 @@ class SharedExpertOverlap:
         """Run fc2 and its reduction, after the combine has been launched."""
         self._shared.linear_fc2_forward(moved)
         self._shared.post_forward_comm()
-
-    def output(self) -> Tensor:
-        """Return the shared experts' output, [S, B, D]."""
-        return self._shared.get_output()
 
     def _enter(self, state: str) -> None:
         if hasattr(self._shared, "_overlap_state"):

@@ -19,7 +19,7 @@ from padded_dispatch.config import (
     require,
 )
 from padded_dispatch.megatron.compat import (
-    captures_experts,
+    captures,
     captures_iteration,
     graph_scopes,
 )
@@ -30,14 +30,6 @@ _log = logging.getLogger("padded_dispatch")
 
 # The dispatcher's word in Megatron's config.
 NAME = "padded_alltoall"
-
-_EXPERTS = ("TEGroupedMLP", "SequentialMLP")
-
-# Checked first: InferenceGroupedMLP is a subclass of TEGroupedMLP.
-_REFUSED_EXPERTS = {
-    "GroupedMLP": "it needs the grouped_gemm package and is gone in Megatron-Core 0.17",
-    "InferenceGroupedMLP": "it takes a routing map from an inference dispatcher",
-}
 
 # Fields that decide what ranks compute, beside all `moe_...`.
 _COMPARED = (
@@ -121,7 +113,7 @@ def _keeps_old_weights(config: Any) -> bool:
     return (
         bool(_read(config, "quant_recipe"))
         and not (_read(config, "fp8") or _read(config, "fp4"))
-        and captures_experts(config)
+        and captures(config, "moe")
         and not captures_iteration(config)
         and not _read(config, "disable_parameter_transpose_cache")
     )
@@ -265,23 +257,23 @@ def is_ours(config: Any) -> bool:
 
 
 def check_experts(experts: Any) -> None:
-    """Raise for experts modules that cannot take rows padded to a count on the host.
+    """Raise for experts that were not written for padded rows, with a count on the host.
 
     Args:
         experts: the module that a MoE layer built. TEGroupedMLP, SequentialMLP and subclasses pass.
 
     Raises:
-        ValueError: names the class, the reason and the remedy.
+        ValueError: names the class and the remedy.
     """
-    names = [cls.__name__ for cls in type(experts).__mro__]
-    reasons = [reason for name, reason in _REFUSED_EXPERTS.items() if name in names]
-    if not reasons and not any(name in names for name in _EXPERTS):
-        reasons = ["it was not written for padded rows"]
-    if reasons:
-        raise ValueError(
-            f"experts must be TEGroupedMLP or SequentialMLP, got {names[0]}: {reasons[0]}; set "
-            "moe_grouped_gemm=True with Transformer Engine, or moe_grouped_gemm=False"
-        )
+    names = {cls.__name__ for cls in type(experts).__mro__}
+    known = not names.isdisjoint(("TEGroupedMLP", "SequentialMLP"))
+    require(
+        known and "InferenceGroupedMLP" not in names,
+        "experts",
+        type(experts).__name__,
+        "be TEGroupedMLP or SequentialMLP, which take padded rows",
+        "set moe_grouped_gemm=True with Transformer Engine, or moe_grouped_gemm=False",
+    )
 
 
 def dispatch_config(

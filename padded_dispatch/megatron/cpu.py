@@ -38,24 +38,18 @@ _IS_INFERENCE = "is_inference_column_parallel_linear"
 
 
 class _Stream:
-    """A stand-in for CUDA streams and events. CPU work has finished when a call returns."""
+    """A stand-in for CUDA streams and events, whose methods do nothing: CPU work is finished."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self._recorded_s = 0.0
+        self._recorded_s = time.perf_counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
         """Return the lowest and the highest priority, which are the same."""
         return 0, 0
-
-    def wait_stream(self, stream: object) -> None:
-        """Do nothing."""
-
-    def wait_event(self, event: object) -> None:
-        """Do nothing."""
-
-    def wait(self, stream: object = None) -> None:
-        """Do nothing."""
 
     def record(self, stream: object = None) -> None:
         """Keep the time."""
@@ -66,11 +60,8 @@ class _Stream:
         return 1e3 * (end._recorded_s - self._recorded_s)
 
     def record_event(self) -> "_Stream":
-        """Return an event that has already happened."""
+        """Return an event of now."""
         return _Stream()
-
-    def synchronize(self) -> None:
-        """Do nothing."""
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -400,11 +400,6 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         return sum_TD
 
 
-def dispatcher_for(config: Any) -> type[PaddedAlltoAllTokenDispatcher]:
-    """Return the dispatcher for the experts that a config chooses."""
-    return PackedTokenDispatcher if chosen_experts(config).packed else CellTokenDispatcher
-
-
 def is_padded(module: Any) -> bool:
     """Return whether a module is a MoE layer with the padded dispatcher."""
     return isinstance(getattr(module, "token_dispatcher", None), PaddedAlltoAllTokenDispatcher)

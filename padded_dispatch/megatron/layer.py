@@ -22,13 +22,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from padded_dispatch.config import require
 from padded_dispatch.megatron import watch
 from padded_dispatch.megatron.bridge import show_single_experts
-from padded_dispatch.megatron.config import (
-    check_config,
-    check_experts,
-    take_over,
-)
+from padded_dispatch.megatron.config import check_config, check_experts, take_over
 from padded_dispatch.megatron.cpu import check_device
-from padded_dispatch.megatron.dispatcher import dispatcher_for
+from padded_dispatch.megatron.dispatcher import CellTokenDispatcher, PackedTokenDispatcher
 from padded_dispatch.megatron.experts import StackedExperts, chosen_experts
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.router import select_after_counting
@@ -75,13 +71,14 @@ def build(
         patches.set(config, "use_transformer_engine_op_fuser", False)
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
-    if chosen_experts(config).packed:
+    packed = chosen_experts(config).packed
+    if packed:
         show_single_experts()
         layer.experts = StackedExperts(config, layer.experts, pg_collection)
         torch.cuda.empty_cache()  # Free the blocks of single weights, which are too small to reuse.
     # The spec's own experts get no NVTX range: Megatron's local CUDA graphs refuse modules with
     # forward pre-hooks, and a function set on the instance would follow the module into its copies.
-    dispatcher = dispatcher_for(config)(
+    dispatcher = (PackedTokenDispatcher if packed else CellTokenDispatcher)(
         layer.num_local_experts, layer.local_expert_indices, config, pg_collection
     )
     if layer.use_shared_expert and layer.shared_expert_overlap:

@@ -21,7 +21,7 @@ kernels. What a step changes, and how it goes back:
   layers' counters stay as the first run left them: logs show what a step dropped.
 - Microbatches are recorded while the schedule reads them, and read again: `record`, `replay`.
 
-Letters: Y padded layers of this rank, in each mode, W numbers in `Counters.totals`.
+Letters: W numbers in `Counters.totals`, E experts.
 """
 
 import copy
@@ -101,11 +101,11 @@ class Retry:
         if kwargs.get("forward_only"):
             return self.forward_backward_func(**kwargs)
         before = _StepStart(self.chunks)
-        totals_YW = self._totals()
+        dropped = self._dropped()
         recorded = record(kwargs["data_iterator"])
         results = self.forward_backward_func(**kwargs | {"data_iterator": recorded})
         self.num_steps += 1
-        num_dropped = self._num_dropped(totals_YW)
+        num_dropped = self._dropped_since(dropped)
         if num_dropped == 0:
             return results
         del results  # Free what the first run returned.
@@ -115,7 +115,7 @@ class Retry:
             results = self._eager(**kwargs | {"data_iterator": replay(recorded)})
         self.num_retried += 1
         self._note(num_dropped)
-        still_dropped = self._num_dropped(totals_YW)
+        still_dropped = self._dropped_since(dropped)
         if still_dropped:
             raise RuntimeError(
                 f"a repeated step must drop no row, got {still_dropped} dropped rows in step "
@@ -124,30 +124,25 @@ class Retry:
         _copy_all([t for counters in self._counters for t in counters.tensors()], first)
         return results
 
-    def _totals(self) -> Tensor | None:
-        """Return a copy of the counters, int64 [Y, W]; None if this rank has no padded layer.
+    def _dropped(self) -> Tensor:
+        """Return the rows that layers of this rank have dropped, also in evaluation mode."""
+        if not self._counters:
+            return torch.zeros(
+                (), dtype=torch.int64, device=next(self.chunks[0].parameters()).device
+            )
+        totals_W = torch.stack([counters.totals for counters in self._counters]).sum(0)
+        num_experts = (len(totals_W) - len(SCALARS)) // 2
+        demand_E, kept_E = totals_W[: 2 * num_experts].view(2, num_experts)
+        dropped = demand_E.sum() + totals_W[2 * num_experts + SCALARS.index("num_unplaced")]
+        counts = counts_kept(self._layers[0].token_dispatcher)
+        return dropped - kept_E.sum() if counts else dropped
 
-        Layers in evaluation mode inside of a step count, too.
-        """
-        totals = [counters.totals for counters in self._counters]
-        return torch.stack(totals) if totals else None
-
-    def _num_dropped(self, before_YW: Tensor | None) -> int:
-        """Return the rows that all layers of all ranks have dropped since; waits for the device.
+    def _dropped_since(self, before: Tensor) -> int:
+        """Return the rows that all ranks have dropped since; waits for the device.
 
         Ranks that route the same tokens each count them: what matters is whether it is zero.
         """
-        device = next(self.chunks[0].parameters()).device
-        num_dropped = torch.zeros((), dtype=torch.int64, device=device)
-        now_YW = self._totals()
-        if now_YW is not None and before_YW is not None:
-            totals_W, dispatcher = (now_YW - before_YW).sum(0), self._layers[0].token_dispatcher
-            num_experts = (len(totals_W) - len(SCALARS)) // 2
-            demand_E, kept_E = totals_W[: 2 * num_experts].view(2, num_experts)
-            unplaced = totals_W[2 * num_experts + SCALARS.index("num_unplaced")]
-            num_dropped += demand_E.sum() + unplaced
-            if counts_kept(dispatcher):
-                num_dropped -= kept_E.sum()
+        num_dropped = self._dropped() - before
         dist.all_reduce(num_dropped)
         return int(num_dropped.item())
 
@@ -294,10 +289,9 @@ def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
         forward_backward_func: an `IterationGraph`, Megatron's FullCudaGraphWrapper, or a function
             without a graph, which is returned.
     """
-    wrappers = found("full_cuda_graph.FullCudaGraphWrapper") or ()
-    if not isinstance(forward_backward_func, wrappers):
-        return getattr(forward_backward_func, "run_eagerly", forward_backward_func)
-    wrapper: Any = forward_backward_func
+    wrapper: Any = getattr(forward_backward_func, "wrapped", forward_backward_func)
+    if not isinstance(wrapper, found("full_cuda_graph.FullCudaGraphWrapper") or ()):
+        return forward_backward_func
 
     def run(**kwargs: Any) -> list[Any]:
         # Forward steps expect batches as the wrapper hands them out: on the GPU, in its buffers.

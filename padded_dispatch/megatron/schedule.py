@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.compat import MTP_HAS_MASKS, captures_attention, captures_routing
+from padded_dispatch.megatron.compat import MTP_HAS_MASKS, captures
 from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.watch import see_pass
 from padded_dispatch.utils.patches import Patches
@@ -37,6 +37,7 @@ from padded_dispatch.utils.patches import Patches
 _noted: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
 _captured: WeakKeyDictionary[Any, Tensor | None] = WeakKeyDictionary()
 
+_ROUTING = "moe", "moe_router", "moe_preprocess"
 _REMEDY = (
     "run an eager training step with a mask of this shape before the capture "
     "(cuda_graph_warmup_steps does), or capture again after one"
@@ -111,7 +112,7 @@ def replayed(layer: Any, mask_BS: Tensor | None) -> AbstractContextManager[None]
 
 
 def _captures(config: Any) -> bool:
-    return config.cuda_graph_impl == "transformer_engine" and captures_routing(config)
+    return config.cuda_graph_impl == "transformer_engine" and captures(config, *_ROUTING)
 
 
 def _check_shape(mask_BS: Tensor, shape: tuple[int, ...]) -> None:
@@ -145,7 +146,7 @@ def check_packed(layer: Any, packed_seq_params: Any) -> None:
         return
     config = layer.config
     require(
-        not captures_attention(config),
+        not captures(config, "attn"),
         "packed_seq_params",
         packed_seq_params.qkv_format,
         "be None where a CUDA graph holds attention, which keeps the boundaries of its capture",
@@ -154,7 +155,7 @@ def check_packed(layer: Any, packed_seq_params: Any) -> None:
     )
     length = getattr(packed_seq_params, "tokens_per_sample", None)
     require(
-        length is None or not captures_routing(config),
+        length is None or not captures(config, *_ROUTING),
         "packed_seq_params.tokens_per_sample",
         length,
         "be None where a CUDA graph holds the router, because Megatron captures it without "

@@ -297,6 +297,6 @@ def test_experts_that_take_padded_rows_are_accepted(cls):
 )
 def test_other_experts_are_refused_by_name(cls):
     with pytest.raises(
-        ValueError, match=rf"^experts must be .*, got {cls.__name__}: .*; set moe_grouped"
+        ValueError, match=rf"^experts must be .*, got '{cls.__name__}'; set moe_grouped"
     ):
         check_experts(cls.__new__(cls))

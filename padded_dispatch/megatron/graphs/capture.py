@@ -182,6 +182,8 @@ class IterationGraph:
     tensors, which the next call overwrites. A process can have only one, because Megatron stores
     the graph in a class attribute.
 
+    `wrapped`: Megatron's own wrapper, around its schedule.
+
     Args:
         config: the model's config; the first `cuda_graph_warmup_steps` calls are eager.
     """
@@ -189,11 +191,11 @@ class IterationGraph:
     def __init__(self, config: Any) -> None:
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
-        self._wrapped: Any = FullCudaGraphWrapper(
+        self.wrapped: Any = FullCudaGraphWrapper(
             get_forward_backward_func(), cuda_graph_warmup_steps=config.cuda_graph_warmup_steps
         )
         # Before 0.18, the loader's own stream copies batches without waiting for them.
-        self._wrapped.static_loader.stream = torch.cuda.current_stream()
+        self.wrapped.static_loader.stream = torch.cuda.current_stream()
         self._layers: list[Any] = []
         self._sizes: guard.Invariants = {}
         self._states: list[tuple[Any, ...]] = []
@@ -227,8 +229,8 @@ class IterationGraph:
             self._sizes, self._states = sizes, [guard.state_of(layer) for layer in self._layers]
         guard.check_unchanged(self._sizes, sizes)
         guard.check_layers(self._layers, self._states)
-        if self._wrapped.curr_iter("training") != self._wrapped.cuda_graph_warmup_steps:
-            return self._wrapped(**kwargs)
+        if self.wrapped.curr_iter("training") != self.wrapped.cuda_graph_warmup_steps:
+            return self.wrapped(**kwargs)
         # Empty the cache of the eager steps: a capture can neither use nor free those blocks.
         gc.collect()
         torch.cuda.empty_cache()
@@ -236,7 +238,7 @@ class IterationGraph:
         held = f"about what an eager step allocates, {eager_peak / 2**30:.2f} GiB at most"
         _log.info("the CUDA graph of a step will hold %s", held)
         with explain_out_of_memory(f"They hold {held}. "):
-            return self._wrapped(**kwargs)
+            return self.wrapped(**kwargs)
 
     def delete(self) -> None:
         """Free the graph's memory, so that process groups can be destroyed.
@@ -246,12 +248,6 @@ class IterationGraph:
         forget_iterations()
         guard.release_stores(self._layers, captured=True)
         self._sizes = {}
-
-    def run_eagerly(self, **kwargs: Any) -> list[Any]:
-        """Run a training step's passes without the graph; its arguments may have changed."""
-        from padded_dispatch.megatron.retry import uncaptured
-
-        return uncaptured(self._wrapped)(**kwargs)
 
 
 def release(helper: Any) -> None:

@@ -299,7 +299,7 @@ def test_an_iteration_must_not_change_after_its_first_call(megatron):
     ):
         training.passes()
     training.schedule.delete()
-    assert training.schedule._wrapped.curr_iter("training") == 0
+    assert training.schedule.wrapped.curr_iter("training") == 0
 
 
 def test_states_in_host_memory_are_refused_on_a_gpu(megatron, monkeypatch):
