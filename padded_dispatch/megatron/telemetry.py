@@ -26,6 +26,7 @@ sums (its totals, then the idle passes of each rank).
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -372,18 +373,21 @@ def counts_kept(dispatcher: Any) -> bool:
 
 
 def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:
-    """Return a model's MoE layers with the padded dispatcher, by `number_in_model`.
+    """Return a model's MoE layers with the padded dispatcher; see `by_number`."""
+    return by_number(m for chunk in chunks for m in chunk.modules() if is_padded(m))
 
-    Layers without a number, which no transformer layer surrounds, follow the others in their order.
+
+def by_number(layers: Iterable[Any]) -> dict[int, Any]:
+    """Return MoE layers by `number_in_model`; those without a free number follow, in their order.
+
+    A layer that no transformer layer surrounds has none. Hybrid stacks of 0.18 and 0.19 number
+    layers of multi-token prediction from 1, as others.
     """
     found: dict[int, Any] = {}
-    unnumbered = []
-    for chunk in chunks:
-        for module in chunk.modules():
-            if is_padded(module):
-                if module.router.layer_number is None:
-                    unnumbered.append(module)
-                else:
-                    found[number_in_model(module.router)] = module
-    first = max(found, default=0) + 1
-    return found | dict(enumerate(unnumbered, first))
+    others = []
+    for layer in layers:
+        if layer.router.layer_number is None or (number := number_in_model(layer.router)) in found:
+            others.append(layer)
+        else:
+            found[number] = layer
+    return found | dict(enumerate(others, max(found, default=0) + 1))

@@ -17,9 +17,9 @@ from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from padded_dispatch.megatron.compat import captures_iteration, capturing, number_in_model
+from padded_dispatch.megatron.compat import captures_iteration, capturing
 from padded_dispatch.megatron.config import padded_options
-from padded_dispatch.megatron.telemetry import Copy, LayerShape, Reader, Warnings
+from padded_dispatch.megatron.telemetry import Copy, LayerShape, Reader, Warnings, by_number
 from padded_dispatch.utils.phases import in_backward
 
 
@@ -85,7 +85,7 @@ class Watch:
             return
         if self._reader is None:
             groups = dispatcher.ep_group, dispatcher.tp_group, dispatcher.replicas
-            local = {number_in_model(layer.router): layer for layer in self.layers}
+            local = by_number(self.layers)
             self._reader = Reader(
                 local,
                 {number: LayerShape.of(layer) for number, layer in sorted(local.items())},

@@ -202,9 +202,10 @@ def test_scalars_have_megatrons_kind_of_names():
 
 
 @pytest.mark.parametrize(
-    ("numbers", "expected"), [((None,), [1]), ((None, None), [1, 2]), ((None, 3), [4, 3])]
+    ("numbers", "expected"),
+    [((None,), [1]), ((None, None), [1, 2]), ((None, 3), [4, 3]), ((2, 3, 2), [2, 3, 4])],
 )
-def test_a_layer_by_itself_needs_no_number(numbers, expected):
+def test_layers_without_a_number_of_their_own_follow_the_others(numbers, expected):
     chunk = model(*numbers)
     counts, _ = watch(chunk[0])
     telemetry = Telemetry([chunk])
