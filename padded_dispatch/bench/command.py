@@ -40,10 +40,7 @@ _FIGURES = (
     "phases_ms",
     "kernels_ms",
     "floor_ms",
-    "sustained_floor_ms",
-    "fill",
     "dropped",
-    "tflops_per_gpu",
     "allocated_gib",
 )
 
@@ -191,21 +188,11 @@ def _figures(
     allocated = round(allocated_gib() - held_gib, 3) if on_gpu else None
     demand_BSE = _demand(case, data)
     kept_SE = _kept(case, layer, passes, demand_BSE)
-    least = roofline(kept_SE, case.shape, main_grad=case.main_grad != "none")
-    figures: dict[str, Any] = {
-        "chosen": chosen(layer),
-        "ms": timing.ms,
-        **vars(timing),
-        "tflops_per_gpu": least.flops / timing.ms / 1e9,
-    }
+    figures: dict[str, Any] = {"chosen": chosen(layer), "ms": timing.ms, **vars(timing)}
     if CONTENDERS[case.contender].drops:
-        config = getattr(layer.layer.token_dispatcher, "dispatch_config", case.dispatch_config())
-        kept = kept_SE.sum().item()
-        figures["fill"] = kept / (case.ep * config.rows(case.tokens))
-        figures["dropped"] = 1 - kept * len(data) / demand_BSE.sum().item()
+        figures["dropped"] = 1 - kept_SE.sum().item() * len(data) / demand_BSE.sum().item()
     if on_gpu:
-        figures["floor_ms"] = least.ms
-        figures["sustained_floor_ms"] = least.sustained_ms
+        figures["floor_ms"] = roofline(kept_SE, case.shape, main_grad=case.main_grad != "none")
         figures["allocated_gib"] = allocated
     if settings.phases and on_gpu:
         kernels = kernels_ms(passes.run, device)

@@ -6,15 +6,12 @@ memory once, at 4.3 TB/s, the rate of a large copy. Every real row crosses the w
 (dispatch and combine, forward and backward) at 450 GB/s each way, NVLink's rated speed. Nothing
 overlaps, nothing is padded, and nothing else costs anything. The slowest rank decides.
 
-There are two rates. 790 TFLOP/s is the best that torch reaches on these shapes in bf16, in a burst.
-Within half a second an H200 meets its power cap and slows its clock: 670 TFLOP/s is what a dense
-product of 8192 x 8192 x 8192 sustains. Results files call the times `floor_ms` and
-`sustained_floor_ms`.
+The rate is 790 TFLOP/s, the best that torch reaches on these shapes in bf16, in a burst. Results
+files call the time `floor_ms`.
 
 Shape suffixes: S source ranks, R receiving ranks, E experts.
 """
 
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -24,12 +21,11 @@ from padded_dispatch.bench.cases import CONTENDERS, README_FLAGS
 from padded_dispatch.utils.shapes import LayerShape
 
 _COLUMNS = (
-    *("contender", "CF", "fill", "ms", "/ stock", "/ roofline", "sustained ms", "joules"),
-    *("host ms", "GiB", "TFLOP/s"),
+    *("contender", "CF", "dropped", "ms", "/ stock", "/ roofline", "sustained ms", "joules"),
+    *("host ms", "GiB"),
 )
 HOST_BOUND = 0.8  # share of a time that the host takes, from which on it decides
-_BURST_FLOP_PER_S = 790e12
-_SUSTAINED_FLOP_PER_S = 670e12
+_FLOP_PER_S = 790e12
 _MEMORY_BYTES_PER_S = 4.3e12
 _WIRE_BYTES_PER_S = 450e9
 _HOPS = 4
@@ -54,31 +50,10 @@ _README_LINES = (
 _README_COLUMNS = ("ours", "ours over NCCL", "stock drop-and-pad")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Roofline:
-    """Least milliseconds of one forward and backward pass, and the FLOPs of the busiest rank."""
+def roofline(rows_SE: Tensor, shape: LayerShape, *, main_grad: bool = False) -> float:
+    """Return the least milliseconds of a pass for the rows that source ranks send to experts.
 
-    gemm_ms: float
-    sustained_gemm_ms: float
-    wire_ms: float
-    flops: float
-
-    @property
-    def ms(self) -> float:
-        """`gemm_ms + wire_ms`, without overlap."""
-        return self.gemm_ms + self.wire_ms
-
-    @property
-    def sustained_ms(self) -> float:
-        """`sustained_gemm_ms + wire_ms`, without overlap."""
-        return self.sustained_gemm_ms + self.wire_ms
-
-
-def roofline(rows_SE: Tensor, shape: LayerShape, *, main_grad: bool = False) -> Roofline:
-    """Return the roofline for the rows that source ranks send to experts.
-
-    A row costs `2 * D * 2F` FLOPs in fc1 and `2 * F * D` in fc2. The backward pass costs each
-    twice: `18 * D * F` in all.
+    A row costs `2 * D * 2F` FLOPs in fc1 and `2 * F * D` in fc2, and twice as many backward.
 
     Args:
         rows_SE: numbers of rows, any dtype; rank r holds the r-th of R equal parts of the experts.
@@ -93,25 +68,12 @@ def roofline(rows_SE: Tensor, shape: LayerShape, *, main_grad: bool = False) -> 
     stay_R = rows_SR.diagonal()
     crossing = max((rows_SR.sum(1) - stay_R).max().item(), (rows_SR.sum(0) - stay_R).max().item())
     num_rows, num_experts = rows_SR.sum(0).max().item(), rows_SE.shape[1] // num_ranks
-    wire_bytes = _HOPS * crossing * shape.hidden_size * _ELEMENT_BYTES
-    return Roofline(
-        gemm_ms=_gemm_ms(num_rows, num_experts, shape, main_grad, _BURST_FLOP_PER_S),
-        sustained_gemm_ms=_gemm_ms(num_rows, num_experts, shape, main_grad, _SUSTAINED_FLOP_PER_S),
-        wire_ms=wire_bytes / _WIRE_BYTES_PER_S * 1e3,
-        flops=18 * shape.hidden_size * shape.ffn_size * num_rows,
-    )
-
-
-def _gemm_ms(
-    num_rows: float, num_experts: int, shape: LayerShape, main_grad: bool, flop_per_s: float
-) -> float:
-    """Return the least time of the six GEMMs of one rank."""
-    seconds = 0.0
+    seconds = _HOPS * crossing * shape.hidden_size * _ELEMENT_BYTES / _WIRE_BYTES_PER_S
     for width_in, width_out in (
         (shape.hidden_size, 2 * shape.ffn_size),
         (shape.ffn_size, shape.hidden_size),
     ):
-        at_rate = 2 * num_rows * width_in * width_out / flop_per_s
+        at_rate = 2 * num_rows * width_in * width_out / _FLOP_PER_S
         row_bytes = num_rows * (width_in + width_out) * _ELEMENT_BYTES
         num_weights = num_experts * width_in * width_out
         product = (row_bytes + num_weights * _ELEMENT_BYTES) / _MEMORY_BYTES_PER_S
@@ -139,9 +101,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return all rows as text, one block per layer, layout and routing.
 
     `(host)`: the host decides the time. `/ stock`: time divided by that of stock drop-and-pad with
-    the same factor, precision and graph. `/ roofline`: time divided by the roofline at 790 TFLOP/s.
-    `sustained ms`, `joules`: see `Timing`. `GiB`: peak memory of tensors. `TFLOP/s`: GEMMs of real
-    rows, per GPU.
+    the same factor, precision and graph. `/ roofline`: time divided by the roofline. `sustained
+    ms`, `joules`: see `Timing`. `GiB`: peak memory of tensors.
     """
     blocks: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -162,14 +123,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
     factor = "-" if row["capacity_factor"] is None else f"{row['capacity_factor']:g}"
     if row["error"] is not None:
-        return (_name(row), factor, "failed", *["-"] * 8)
+        return (_name(row), factor, "failed", *["-"] * 7)
     stock = next((other for other in block if _is_baseline(other, row)), None)
     on_gpu = row["allocated_gib"] is not None
     waits = on_gpu and row["host_ms"] > HOST_BOUND * row["ms"]
     return (
         _name(row),
         factor,
-        "-" if row["fill"] is None else f"{row['fill']:.1%}",
+        "-" if row["dropped"] is None else f"{row['dropped']:.1%}",
         f"{row['ms']:.3f}{' (host)' if waits else ''}",
         "-" if stock is None else f"{row['ms'] / stock['ms']:.3f}",
         "-" if row["floor_ms"] is None else f"{row['ms'] / row['floor_ms']:.2f}",
@@ -177,7 +138,6 @@ def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
         "-" if row["joules"] is None else f"{row['joules']:.2f}",
         f"{row['host_ms']:.3f}",
         "-" if row["allocated_gib"] is None else f"{row['allocated_gib']:.2f}",
-        f"{row['tflops_per_gpu']:.1f}",
     )
 
 

@@ -17,26 +17,8 @@ from torch import Tensor
 from padded_dispatch.counters import Counters
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.train.model import fusions
-from padded_dispatch.train.settings import VOCABULARY, ModelShape, Settings
+from padded_dispatch.train.settings import Settings
 from padded_dispatch.utils.results import about, append_run
-
-
-def flops_per_token(model: ModelShape, num_layers: int, seq_length: int) -> int:
-    """Return a training step's model FLOPs per token: forward, and twice as much backward.
-
-    They are those of projections, scores (causal, so half of the positions), router, active experts
-    and output layer. Padded and dropped rows change nothing.
-
-    Example: D=4, 2 heads of size 2, 1 group, E=3, K=2, F=5, one layer, S=6 gives
-    3 * (96 + 48 + 24 + 240 + 2048) = 7368.
-    """
-    width = model.hidden_size
-    projections = 4 * width * model.head_size * (model.num_heads + model.num_kv_groups)
-    scores = 2 * model.num_heads * model.head_size * seq_length
-    router = 2 * width * model.num_experts
-    active_ffn_size = model.top_k * model.ffn_size + (model.shared_ffn_size or 0)
-    layer = projections + scores + router + 6 * width * active_ffn_size
-    return 3 * (num_layers * layer + 2 * width * VOCABULARY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +63,8 @@ class Step:
 class Row:
     """Figures of the steps since the row before, over all ranks.
 
-    `loss`: mean per byte, in nats. `step_ms`: mean. `fill`: kept rows per slot, and `dropped`:
-    share of rows without a slot, over all MoE layers; None if the dispatcher does not count. Both
-    are those of a step before it was repeated.
+    `loss`: mean per byte, in nats. `step_ms`: mean. `dropped`: share of rows without a slot over
+    all MoE layers, of a step before it was repeated; None if the dispatcher does not count.
     `retried`: steps that ran twice because of drops; None if the run repeats none.
     """
 
@@ -92,15 +73,13 @@ class Row:
     lr: float
     step_ms: float
     tokens_per_s: float
-    fill: float | None
     dropped: float | None
     retried: int | None
 
     def line(self, num_steps: int) -> str:
         """Return the row as text.
 
-        Example: step 20/200 | loss 3.0123 | lr 5.0e-03 | 41.5 ms | 9,876 tokens/s | dropped 4.1% |
-        fill 76.7%.
+        Example: step 20/200 | loss 3.0123 | lr 5.0e-03 | 41.5 ms | 9,876 tokens/s | dropped 4.1%.
         """
         parts = [
             f"step {self.step:>{len(str(num_steps))}}/{num_steps}",
@@ -111,8 +90,6 @@ class Row:
         ]
         if self.dropped is not None:
             parts.append(f"dropped {self.dropped:.1%}")
-        if self.fill is not None:
-            parts.append(f"fill {self.fill:.1%}")
         if self.retried is not None:
             parts.append(f"retried {self.retried}")
         return " | ".join(parts)
@@ -144,7 +121,7 @@ class Meter:
         self._settings, self._device = settings, device
         self._counters: list[Counters] = []
         self._pool: str | None = None
-        self._seen = torch.zeros(3, dtype=torch.float64, device=device)
+        self._seen = torch.zeros(2, dtype=torch.float64, device=device)
         self._steps: list[Step] = []
         self._losses: list[Tensor] = []
         self._num_read = 0
@@ -168,12 +145,12 @@ class Meter:
         first, self._num_read = self._num_read, len(self._steps)
         now = torch.zeros_like(self._seen)
         for c in self._counters:
-            now += torch.stack((c.demand_E.sum(), c.kept_E.sum(), c.num_slots))
+            now += torch.stack((c.demand_E.sum(), c.kept_E.sum()))
         losses = torch.stack(self._losses[first:]).sum(0)
         sums = torch.cat((losses, now - self._seen))
         self._seen = now
         dist.all_reduce(sums)
-        loss_sum, num_losses, demand, kept, slots = sums.tolist()
+        loss_sum, num_losses, demand, kept = sums.tolist()
         steps = self._steps[first:]
         step_ms = statistics.mean(step.start.ms_until(step.done) for step in steps)
         retried = [step.retried for step in steps if step.retried is not None]
@@ -182,8 +159,7 @@ class Meter:
             loss=loss_sum / num_losses,
             lr=lr,
             step_ms=step_ms,
-            tokens_per_s=_speed(self._settings, step_ms / 1e3)["tokens_per_s"],
-            fill=kept / slots if slots else None,
+            tokens_per_s=_tokens(self._settings) / step_ms * 1e3,
             dropped=1 - kept / demand if demand else None,
             retried=sum(retried) if retried else None,
         )
@@ -191,8 +167,8 @@ class Meter:
     def write(self, rows: list[Row], evaluations: dict[int, float]) -> None:
         """Append the run as one row to its results file.
 
-        `loss` has every step; `step`, `dropped` and `fill` are those of the lines of progress, and
-        times are of the second half of the steps.
+        `loss` has every step; `step` and `dropped` are those of the lines of progress, and times
+        are of the second half of the steps.
         """
         sums = torch.stack(self._losses)
         dist.all_reduce(sums)
@@ -209,11 +185,11 @@ class Meter:
             "ms": ms,
             "samples_ms": samples,
             "host_ms": statistics.median(step.host_ms for step in steady),
-            **_speed(self._settings, ms / 1e3),
+            "tokens_per_s": _tokens(self._settings) / ms * 1e3,
             "allocated_gib": symmetric_memory.allocated_gib() if on_gpu else None,
             "reserved_gib": symmetric_memory.reserved_gib() if on_gpu else None,
             "loss": losses,
-            **{name: [getattr(r, name) for r in rows] for name in ("step", "dropped", "fill")},
+            **{name: [getattr(r, name) for r in rows] for name in ("step", "dropped")},
             "held_out": {"step": list(evaluations), "loss": list(evaluations.values())},
         }
         if any(r.retried is not None for r in rows):
@@ -226,15 +202,9 @@ class Meter:
         append_run(out, run, [row])
 
 
-def _speed(settings: Settings, step_s: float) -> dict[str, float]:
-    """Return `tokens_per_s` over all ranks, and `tflops_per_gpu`; a CPU process counts as one."""
-    recipe = settings.recipe
-    tokens = recipe.global_batch * recipe.seq_length
-    per_token = flops_per_token(settings.model, recipe.num_layers, recipe.seq_length)
-    return {
-        "tokens_per_s": tokens / step_s,
-        "tflops_per_gpu": tokens * per_token / step_s / settings.layout.workers / 1e12,
-    }
+def _tokens(settings: Settings) -> int:
+    """Return the tokens of a step, over all ranks."""
+    return settings.recipe.global_batch * settings.recipe.seq_length
 
 
 _CONTENDERS = {
@@ -253,10 +223,8 @@ def _identity(settings: Settings) -> dict[str, Any]:
         "ep": settings.layout.ep,
         "tokens": recipe.micro_batch * recipe.seq_length,
         "capacity_factor": dispatch.capacity_factor,
-        "skew": None,
         "contender": _CONTENDERS[dispatch.dispatcher],
         "graph": settings.output.graph,
-        "variant": None,
         "seed": recipe.seed,
         "flags": settings.flags(),
         "fusions": fusions(settings),

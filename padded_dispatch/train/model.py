@@ -71,7 +71,6 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         num_moe_experts=model.num_experts,
         moe_router_topk=model.top_k,
         moe_ffn_hidden_size=model.ffn_size,
-        moe_shared_expert_intermediate_size=model.shared_ffn_size,
         moe_token_dispatcher_type=stock,
         moe_expert_capacity_factor=dispatch.capacity_factor,
         moe_pad_expert_input_to_capacity=dispatch.dispatcher == "alltoall-drop-pad",

@@ -54,7 +54,6 @@ class ModelShape(LayerShape):
     num_heads: int
     num_kv_groups: int
     head_size: int
-    shared_ffn_size: int | None = None
     qk_layernorm: bool = False
     gpt_oss: bool = False
 
@@ -126,16 +125,6 @@ PRESETS = {
         about="layers like GPT-OSS-20B's, without attention sinks and sliding windows",
         model=ModelShape(
             **vars(SHAPES["gpt-oss-20b"]), num_heads=64, num_kv_groups=8, head_size=64, gpt_oss=True
-        ),
-    ),
-    "deepseek-v2-lite": Preset(
-        about="layers like DeepSeek-V2-Lite's: two shared experts, ordinary attention",
-        model=ModelShape(
-            **vars(SHAPES["deepseek-v2-lite"]),
-            num_heads=16,
-            num_kv_groups=16,
-            head_size=128,
-            shared_ffn_size=2816,
         ),
     ),
 }

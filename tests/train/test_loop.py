@@ -170,16 +170,12 @@ def test_rows_are_dropped_and_evaluation_drops_none(pool2):
         f"{flags} 0.25 --eval-every 2",
         f"{flags} 2 --balancing forced --seq-length 256 --micro-batch 2",
     )
-    # 72 tokens, 2 of 8 experts each, 72 slots for each expert.
-    assert [(row.dropped, row.fill) for row in no_drop.rows] == [(0, 2 / 8)] * 2
-    # ceil(72 * 2 / 8 * 0.25) = 5 slots, so at most 40 of 144 rows.
-    for row in small.rows:
-        assert row.fill is not None and row.dropped is not None
-        assert row.dropped == pytest.approx(1 - row.fill * 40 / 144)
-        assert row.dropped >= 1 - 40 / 144
+    assert [row.dropped for row in no_drop.rows] == [0, 0]
+    # 72 tokens, 2 of 8 experts each: ceil(72 * 2 / 8 * 0.25) = 5 slots, so at most 40 of 144 rows.
+    assert all(row.dropped is not None and row.dropped >= 1 - 40 / 144 for row in small.rows)
     assert list(small.evaluations) == [2]
     assert abs(small.evaluations[2] - small.rows[1].loss) < 0.5
-    assert [(row.dropped, row.fill) for row in forced.rows] == [(0, 1 / 2)] * 2
+    assert [row.dropped for row in forced.rows] == [0, 0]
 
 
 def test_repeated_steps_are_those_of_a_run_that_never_drops(pool2):
@@ -212,7 +208,6 @@ def test_a_run_is_a_row_of_a_results_file(pool2, tmp_path):
     assert len(row["loss"]) == 5 and row["loss"][1] == outcome.rows[1].loss
     assert sum(row["loss"][2:4]) / 2 == pytest.approx(outcome.rows[2].loss, rel=1e-12)
     assert row["dropped"] == [line.dropped for line in outcome.rows]
-    assert row["fill"] == [line.fill for line in outcome.rows]
     assert row["held_out"] == {"step": [5], "loss": [outcome.evaluations[5]]}
     assert len(row["samples_ms"]) == 3 and sorted(row["samples_ms"])[1] == row["ms"]
     assert 0 < row["host_ms"] < row["ms"]

@@ -1,4 +1,4 @@
-"""Figures over all ranks: sums of losses and counts, times, and model FLOPs."""
+"""Figures over all ranks: sums of losses and counts, and times."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +9,7 @@ import torch.distributed as dist
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.counters import Counters
 from padded_dispatch.train.arguments import parse
-from padded_dispatch.train.metrics import Mark, Meter, Row, Step, flops_per_token
-from padded_dispatch.train.settings import ModelShape
+from padded_dispatch.train.metrics import Mark, Meter, Row, Step
 from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")
@@ -18,12 +17,11 @@ CPU = torch.device("cpu")
 FLAGS = ["--device", "cpu", "--workers", "2", "--micro-batch", "2", "--seq-length", "25"]
 
 
-def counted(demand: list[int], kept: list[int], slots: int) -> Any:
+def counted(demand: list[int], kept: list[int]) -> Any:
     config = DispatchConfig(num_experts=2, top_k=1)
     counters = Counters(config, CPU)
     counters.demand_E += torch.tensor(demand)
     counters.kept_E += torch.tensor(kept)
-    counters.num_slots += slots
     dispatcher = SimpleNamespace(counters=counters, dispatch_config=config)
     return SimpleNamespace(token_dispatcher=dispatcher)
 
@@ -37,13 +35,12 @@ def step(losses: list[float], start_s: float, end_s: float, retried: bool | None
 def _rows() -> list[Row]:
     """Return rows of two ranks with two layers; the second rank has no losses."""
     first = dist.get_rank() == 0
-    layers = [counted([5, 3], [4, 3], 10), counted([2, 6], [2, 4], 10)]
+    layers = [counted([5, 3], [4, 3]), counted([2, 6], [2, 4])]
     meter = Meter(parse(FLAGS), CPU)
     meter.count([*layers, SimpleNamespace(token_dispatcher=SimpleNamespace())])
     meter.add(step([1.0, 2.0] if first else [], 10.0, 11.0, retried=True))
     meter.add(step([4.0, 5.0] if first else [], 20.0, 23.0, retried=False))
     rows = [meter.read(0.5)]
-    layers[0].token_dispatcher.counters.num_slots += 4
     layers[0].token_dispatcher.counters.demand_E += 1
     meter.add(step([7.0] if first else [], 30.0, 31.0))
     return [*rows, meter.read(0.25)]
@@ -51,34 +48,16 @@ def _rows() -> list[Row]:
 
 def test_rows_sum_over_layers_and_ranks():
     first: Any = {"step": 2, "loss": 3.0, "lr": 0.5, "step_ms": 2000.0, "tokens_per_s": 50.0}
-    first |= {"fill": 13 / 20, "dropped": 1 - 13 / 16, "retried": 1}
+    first |= {"dropped": 1 - 13 / 16, "retried": 1}
     second: Any = {"step": 3, "loss": 7.0, "lr": 0.25, "step_ms": 1000.0, "tokens_per_s": 100.0}
-    second |= {"fill": 0.0, "dropped": 1.0, "retried": None}
+    second |= {"dropped": 1.0, "retried": None}
     assert run_on_threads(2, _rows) == [[Row(**first), Row(**second)]] * 2
 
 
 def test_a_row_as_text():
     given: Any = {"step": 20, "loss": 3.01234, "lr": 5e-3, "step_ms": 41.54, "tokens_per_s": 9876.5}
-    row = Row(**given, fill=0.767, dropped=0.041, retried=None)
+    row = Row(**given, dropped=0.041, retried=None)
     text = "step  20/200 | loss 3.0123 | lr 5.0e-03 | 41.5 ms | 9,876 tokens/s"
-    assert row.line(200) == f"{text} | dropped 4.1% | fill 76.7%"
-    uncounted = Row(**given, fill=None, dropped=None, retried=2)
+    assert row.line(200) == f"{text} | dropped 4.1%"
+    uncounted = Row(**given, dropped=None, retried=2)
     assert uncounted.line(200) == f"{text} | retried 2"
-
-
-def test_flops_of_the_docstring_example():
-    shape = ModelShape(
-        hidden_size=4,
-        num_heads=2,
-        num_kv_groups=1,
-        head_size=2,
-        num_experts=3,
-        top_k=1,
-        ffn_size=5,
-        shared_ffn_size=5,  # As large as a second active expert.
-    )
-    projections = 2 * 4 * (2 * 2) + 2 * (2 * 4 * 2) + 2 * (2 * 2) * 4  # q, k and v, output
-    scores = 2 * (2 * 2 * 2) * 3  # two products, three positions on average, all heads
-    router, experts, head = 2 * 4 * 3, 2 * (3 * 2 * 4 * 5), 2 * 4 * 256
-    assert (projections, scores, router, experts, head) == (96, 48, 24, 240, 2048)
-    assert flops_per_token(shape, num_layers=1, seq_length=6) == 7368
