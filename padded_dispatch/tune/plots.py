@@ -1,4 +1,4 @@
-"""Draw the figures of a study: drop by factor, need by step, and load by expert.
+"""Draw the figures of a study: drop by factor, and need by step.
 
 Colours are Okabe and Ito's, which people with any colour vision can separate; lines differ in style
 or width as well. Matplotlib is imported when a figure is drawn: it comes with the extra `tune`.
@@ -115,26 +115,7 @@ def need(study: Study) -> "Figure":
     return figure
 
 
-def load(study: Study) -> "Figure":
-    """Draw a heat map of demand, layer by expert, relative to balance."""
-    layers, num_experts = study.demand.layers, study.demand.num_experts
-    demand = study.demand.counts.sum((0, 2), dtype=np.int64)
-    demand = demand / np.maximum(demand.mean(1, keepdims=True), 1)
-    figure, axes = _figure(min(7.0, 1.9 + 0.22 * len(layers)))
-    edges = np.arange(num_experts + 1), np.arange(len(layers) + 1)
-    image = axes.pcolormesh(*edges, demand, cmap="cividis", vmin=0, rasterized=True)
-    axes.grid(visible=False)
-    axes.invert_yaxis()
-    every = max(1, len(layers) // 12)
-    axes.set_yticks(np.arange(len(layers))[::every] + 0.5, [str(n) for n in layers[::every]])
-    axes.set_xlabel("expert")
-    axes.set_ylabel("MoE layer")
-    axes.set_title("Demand by expert")
-    figure.colorbar(image, ax=axes, label="rows, relative to balance", pad=0.02)
-    return figure
-
-
-_FIGURES = {"dropped": dropped, "need": need, "load": load}
+_FIGURES = {"dropped": dropped, "need": need}
 
 
 def _visible(shares: Any) -> Any:

@@ -1,8 +1,7 @@
 """Report a study: text for one screen of a terminal, and one HTML page.
 
-Both show the same tables. The page gives the answer first, then the settings, figures, what every
-factor drops and costs, layer by layer, and the method. It is one file: figures are inline SVG, and
-no script, font or picture comes from elsewhere, so it opens without a network and can be mailed.
+The page has the same text, longer, and figures. It is one file: figures are inline SVG, and no
+script, font or picture comes from elsewhere, so it opens without a network and can be mailed.
 """
 
 import math
@@ -13,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 from padded_dispatch.tune.recommend import Option, Study, percent
-from padded_dispatch.tune.settings import Block, blocks
+from padded_dispatch.tune.settings import blocks
 
 # A row of the terminal's table is the smallest factor that drops no more than this.
 _SHARES = (0.3, 0.1, 0.05, 0.01, 0.001, 0.0)
@@ -115,61 +114,70 @@ def summary(study: Study, report: Path) -> str:
         study: its content.
         report: the path of the page.
     """
-    chosen = study.chosen
-    prose = [chosen.sentence(), *chosen.warnings()]
-    factors = [advice.factor for advice in chosen.layers.values()]
-    if len(factors) > 1 and study.pool == "expert":
-        prose.append(f"Each layer by itself: {min(factors):g} to {max(factors):g}.")
-    shown = {chosen.overall.factor}
+    shown = {study.chosen.overall.factor}
     for share in _SHARES:
         shown.update([option.factor for option in study.options if option.dropped <= share][:1])
     options = [option for option in study.options if option.factor in shown]
-    block, *others = blocks(study)
-    names = " and ".join(other.target for other in others)
+    block, other = blocks(study)
     parts = [
-        "\n".join(_filled(text) for text in prose),
-        str(pool_table(study)) if len(study.answers) > 1 else "",
+        *_answer(study),
         str(factor_table(study, options, brief=True)),
-        _filled(f"{block.target}, {block.about} ({names}: {report}):") + f"\n{block.text}",
+        _filled(f"{block.target}, {block.about} ({other.target}: {report}):") + f"\n{block.text}",
     ]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(parts)
+
+
+def whole(study: Study) -> str:
+    """Return the text of the page."""
+    demand, own = study.demand, study.pool == "expert"
+    every, factor = max(1, len(study.options) // _PAGE_ROWS), study.chosen.overall.factor
+    options = [
+        option
+        for i, option in enumerate(study.options, start=1 - len(study.options))
+        if i % every == 0 or i == 0 or option.factor == factor
+    ]
+    note = 'Dropped: of all rows. Steps with drops: on_overflow="retry" would run them again.'
+    if own:
+        note += " Balanced: what a perfectly balanced router drops, as tokens choose at random."
+    if study.sizes is None:
+        note += " For bytes, give --hidden-size and --ffn-size."
+    else:
+        note += " GiB: kept for backward on a rank, of all its layers, for each micro-batch in"
+        note += " flight."
+    method = (
+        f"The trace: {study.chosen.replay.asked.sum():,} rows of {len(demand.steps):,} "
+        f"micro-batches in {study.chosen.overall.num_steps:,} steps, {len(study.chosen.layers)} "
+        f"layers; {demand.num_experts} experts, top-{demand.top_k}, {demand.num_sources} source "
+        f"ranks of {demand.num_tokens:,} tokens each. Every micro-batch was replayed at "
+        f"{len(study.options)} factors with the dispatcher's own rule: the counts are exact. "
+        "Dropping changes what is learned; a trace does not show how much."
+    )
+    settings = [f"{block.target}, {block.about}:\n{block.text}" for block in blocks(study)]
+    if own and len(study.chosen.layers) > 1:
+        settings.append("The same with a factor for each layer:")
+        settings += [block.text for block in blocks(study, per_layer=True)]
+    parts = [
+        *_answer(study),
+        *settings,
+        f"{factor_table(study, options, brief=False)}\n\n{_filled(note)}",
+        str(layer_table(study)),
+        _filled(method),
+    ]
+    return "\n\n".join(parts)
+
+
+def _answer(study: Study) -> list[str]:
+    """Return the recommendation and its warnings, and the table of pools if there are several."""
+    prose = [study.chosen.sentence(), *study.chosen.warnings()]
+    factors = [advice.factor for advice in study.chosen.layers.values()]
+    if len(factors) > 1 and study.pool == "expert":
+        prose.append(f"Each layer by itself: {min(factors):g} to {max(factors):g}.")
+    tables = [str(pool_table(study))] if len(study.answers) > 1 else []
+    return ["\n".join(_filled(text) for text in prose), *tables]
 
 
 def _filled(text: str) -> str:
     return textwrap.fill(text, _COLUMNS, break_on_hyphens=False, break_long_words=False)
-
-
-_STYLE = """
-body { margin: 0 auto; max-width: 66rem; padding: 2rem 1.5rem; color: #222; background: #fff;
-  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1rem; color: #666; }
-h2 { font-size: 1.25rem; margin-top: 2.5rem; }
-p { max-width: 46rem; }
-.answer { font-size: 1.3rem; border-left: 5px solid #D55E00; background: #FFF5EE; padding: 1rem; }
-.warning { border-left: 5px solid #888; padding-left: 1rem; }
-.note, figcaption { color: #666; font-size: .9rem; }
-.scroll { overflow-x: auto; overflow-wrap: normal; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; }
-th, td { text-align: right; padding: .25rem .5rem; border-bottom: 1px solid #e3e3e3; }
-td { white-space: nowrap; }
-tr.marked td { background: #FFF5EE; font-weight: 600; }
-pre { background: #f6f6f6; padding: 1rem; overflow-x: auto; font-size: .88rem; }
-figure { margin: 1.5rem 0 0; }
-figure svg { width: 100%; height: auto; }
-"""
-
-_POOLS = (
-    "Which rows share room (capacity_pool), at the factor that keeps the target; equal factors "
-    'are equal bytes. Steps with drops: on_overflow="retry" would run them again.'
-)
-_FACTORS = "Dropped: of all rows."
-_BALANCED = " Balanced: what a perfectly balanced router drops, since tokens choose at random."
-_COSTS = " GiB: kept for backward on a rank, of all its layers, for each micro-batch in flight."
-_CAPTIONS = {
-    "dropped": "Below the dotted line the target is kept.",
-    "need": "One point per step: the smallest factor that would have kept the target.",
-    "load": "Demand before anything is dropped, over the whole trace.",
-}
 
 
 def html(study: Study, svgs: dict[str, str]) -> str:
@@ -179,105 +187,32 @@ def html(study: Study, svgs: dict[str, str]) -> str:
         study: its content.
         svgs: figures as `<svg>` elements, by the names of `plots.figures`; may be empty.
     """
-    title = f"Capacity for {study.name}"
-    body = [
-        f"<h1>{_text(title)}</h1>",
-        _section("recommendation", "", _answer(study)),
-        _section("settings", "What to set", _settings(study)),
-        _section("figures", "Why", _figures(svgs)) if svgs else "",
-        _section("factors", "What each factor does", _factors(study)),
-        _section("layers", "Layer by layer", _table(layer_table(study))),
-        _section("method", "How it was computed", _method(study)),
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(part for part in body if part)
-        + "\n</body>\n</html>\n"
-    )
-
-
-def _section(name: str, heading: str, content: str) -> str:
-    head = f"<h2>{_text(heading)}</h2>\n" if heading else ""
-    return f'<section id="{name}">\n{head}{content}\n</section>'
-
-
-def _answer(study: Study) -> str:
-    parts = [f'<p class="answer">{_text(study.chosen.sentence())}</p>']
-    parts += [f'<p class="warning">{_text(text)}</p>' for text in study.chosen.warnings()]
-    if len(study.answers) > 1:
-        parts.append(f'<p class="note">{_text(_POOLS)}</p>\n{_table(pool_table(study))}')
-    return "\n".join(parts)
-
-
-def _settings(study: Study) -> str:
-    parts = ["<p>Each block runs as it is printed.</p>"]
-    parts += [_block(block) for block in blocks(study)]
-    if len(study.chosen.layers) > 1 and study.pool == "expert":
-        listed = "\n".join(_block(block) for block in blocks(study, per_layer=True))
-        summary = "<summary>The same with a factor for each layer</summary>"
-        parts.append(f"<details>\n{summary}\n{listed}\n</details>")
-    return "\n".join(parts)
-
-
-def _block(block: Block) -> str:
-    about = f"<p><b>{_text(block.target)}</b>, {_text(block.about)}:</p>"
-    return f"{about}\n<pre>{escape(block.text)}</pre>"
-
-
-def _figures(svgs: dict[str, str]) -> str:
-    return "\n".join(
-        f'<figure id="figure-{name}">\n{svg}\n'
-        f"<figcaption>{_text(_CAPTIONS[name])}</figcaption>\n</figure>"
+    title = escape(f"Capacity for {study.name}")
+    figures = [
+        f"<figure>\n{svg}\n<figcaption>{_CAPTIONS[name]}</figcaption>\n</figure>"
         for name, svg in svgs.items()
+    ]
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{title}</title>\n<style>{_STYLE}</style>\n<h1>{title}</h1>",
+            f"<pre>{escape(whole(study))}</pre>",
+            *figures,
+            "</html>\n",
+        ]
     )
 
 
-def _factors(study: Study) -> str:
-    every, factor = max(1, len(study.options) // _PAGE_ROWS), study.chosen.overall.factor
-    last = len(study.options) - 1
-    shown = [
-        option
-        for i, option in enumerate(study.options)
-        if i % every == 0 or i == last or option.factor == factor
-    ]
-    note = _FACTORS + (_BALANCED if study.pool == "expert" else "")
-    note += _COSTS if study.sizes is not None else " For bytes, give --hidden-size and --ffn-size."
-    return f'<p class="note">{_text(note)}</p>\n{_table(factor_table(study, shown, brief=False))}'
+_STYLE = """
+body { margin: 0 auto; max-width: 66rem; padding: 2rem 1.5rem; color: #222; background: #fff;
+  font: 16px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.25rem; }
+pre { overflow-x: auto; font-size: .88rem; }
+svg { width: 100%; height: auto; }
+"""
 
-
-def _method(study: Study) -> str:
-    demand, own = study.demand, study.pool == "expert"
-    texts = [
-        f"The trace: {study.chosen.replay.asked.sum():,} rows of {len(demand.steps):,} "
-        f"micro-batches in {study.chosen.overall.num_steps:,} steps, {len(study.chosen.layers)} "
-        f"layers; {demand.num_experts} experts, top-{demand.top_k}, {demand.num_sources} source "
-        f"ranks of {demand.num_tokens:,} tokens each.",
-        f"Every micro-batch was replayed at {len(study.options)} factors with the dispatcher's own "
-        "rule: the counts are exact. The factor is the smallest that keeps the target in as many "
-        "of the steps traced" + ("; each layer's keeps it for that layer alone." if own else "."),
-        "The answer holds for steps like these. Routing changes with the data, the learning rate "
-        "and with what is dropped: watch the dispatcher's telemetry, and trace again. Dropping "
-        "changes what is learned; a trace does not show how much.",
-    ]
-    return "\n".join(f"<p>{_text(text)}</p>" for text in texts)
-
-
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{_text(header)}</th>" for header in table.headers)
-    rows = []
-    for i, row in enumerate(table.rows):
-        cells = "".join(f"<td>{_text(cell)}</td>" for cell in row)
-        marked = ' class="marked"' if i == table.marked else ""
-        rows.append(f"<tr{marked}>{cells}</tr>")
-    body = "\n".join(rows)
-    return (
-        f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{body}\n</tbody>\n</table></div>"
-    )
-
-
-def _text(text: str) -> str:
-    """Escape text; a number and its percent sign stay on one line."""
-    return escape(text).replace(" %", "\N{NO-BREAK SPACE}%")
+_CAPTIONS = {
+    "dropped": "Below the dotted line the target is kept.",
+    "need": "One point per step: the smallest factor that would have kept the target.",
+}

@@ -3,7 +3,6 @@
 Megatron-LM   the launcher takes our flags and leaves the others to the script; the user's own flags
               stand in the shell array ARGS
 Python        `install()`, and fields of `TransformerConfig`
-YAML          the same fields, those of `PaddedOptions` under `padded_dispatch`
 
 A block leaves evaluation alone: eager evaluation fits its routing and drops nothing, which a factor
 would end. The factor of cells is also right for stock drop-and-pad, whose capacity has the same
@@ -25,30 +24,42 @@ class Block:
     text: str
 
 
-def blocks(study: Study, *, per_layer: bool = False) -> tuple[Block, ...]:
-    """Return the blocks.
+def blocks(study: Study, *, per_layer: bool = False) -> tuple[Block, Block]:
+    """Return the blocks, for Megatron-LM's pretrain_gpt.py on all GPUs of a host, and for Python.
 
     Args:
         study: with the recommendation.
         per_layer: with one factor for each layer, unless layers share a store.
     """
-    factor = f"{study.chosen.overall.factor:g}"
-    given = options(study, per_layer=per_layer)
+    factor, given = f"{study.chosen.overall.factor:g}", options(study, per_layer=per_layer)
+    command = [
+        "torchrun --nproc-per-node auto -m padded_dispatch.megatron.run",
+        'pretrain_gpt.py "${ARGS[@]}"',
+        "--moe-token-dispatcher-type padded_alltoall",
+        f"--moe-expert-capacity-factor {factor}",
+        *(f"--padded-{name.replace('_', '-')} {_text(value)}" for name, value in given.items()),
+    ]
+    lines = [
+        "from padded_dispatch.megatron import PaddedOptions, install",
+        "",
+        "install(PaddedOptions(",
+        *(f"    {name}={value!r}," for name, value in given.items()),
+        "))",
+        "moe = dict(",
+        '    moe_token_dispatcher_type="padded_alltoall",',
+        f"    moe_expert_capacity_factor={factor},",
+        ")",
+    ]
     return (
         Block(
             target="Megatron-LM",
             about="with the flags of your model in the shell array ARGS",
-            text=_megatron_lm(factor, given),
+            text=" \\\n  ".join(command),
         ),
         Block(
             target="Python",
             about="before the config is made, which is TransformerConfig(..., **moe)",
-            text=_python(factor, given),
-        ),
-        Block(
-            target="YAML",
-            about="fields of TransformerConfig, and of PaddedOptions under padded_dispatch",
-            text=_yaml(factor, given),
+            text="\n".join(lines),
         ),
     )
 
@@ -62,55 +73,7 @@ def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
     return given
 
 
-def _megatron_lm(factor: str, given: dict[str, Any]) -> str:
-    """Return a command that starts Megatron-LM's pretrain_gpt.py on all GPUs of a host."""
-    flags = [f"--padded-{name.replace('_', '-')} {_flag(value)}" for name, value in given.items()]
-    lines = [
-        "torchrun --nproc-per-node auto -m padded_dispatch.megatron.run",
-        'pretrain_gpt.py "${ARGS[@]}"',
-        "--moe-token-dispatcher-type padded_alltoall",
-        f"--moe-expert-capacity-factor {factor}",
-        *flags,
-    ]
-    return " \\\n  ".join(lines)
-
-
-def _python(factor: str, given: dict[str, Any]) -> str:
-    """Return statements that install the options and name the fields of the config."""
-    lines = [f"    {name}={_literal(value)}," for name, value in given.items()]
-    return "\n".join(
-        [
-            "from padded_dispatch.megatron import PaddedOptions, install",
-            "",
-            "install(PaddedOptions(",
-            *lines,
-            "))",
-            "moe = dict(",
-            '    moe_token_dispatcher_type="padded_alltoall",',
-            f"    moe_expert_capacity_factor={factor},",
-            ")",
-        ]
-    )
-
-
-def _yaml(factor: str, given: dict[str, Any]) -> str:
-    return "\n".join(
-        [
-            "moe_token_dispatcher_type: padded_alltoall",
-            f"moe_expert_capacity_factor: {factor}",
-            "padded_dispatch:",
-            *(f"  {name}: {_literal(value)}" for name, value in given.items()),
-        ]
-    )
-
-
-def _flag(value: str | dict[int, float]) -> str:
+def _text(value: str | dict[int, float]) -> str:
     if isinstance(value, str):
         return value
     return ",".join(f"{number}:{factor:g}" for number, factor in value.items())
-
-
-def _literal(value: str | dict[int, float]) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    return "{" + ", ".join(f"{number}: {factor:g}" for number, factor in value.items()) + "}"

@@ -45,8 +45,8 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     assert again == page  # The other report is elsewhere.
     sizes = "rank-1.npy, rank-0.npy"
     alone = study(DEMAND, Target(), name=sizes, pools=("expert",))
-    expected = alone.chosen.sentence().replace(" %", "\N{NO-BREAK SPACE}%")
-    assert expected in (tmp_path / "t" / "x").read_text()
+    words = " ".join((tmp_path / "t" / "x").read_text().split())
+    assert alone.chosen.sentence() in words
 
 
 def test_etp_and_the_first_step(tune, tmp_path):
@@ -56,7 +56,7 @@ def test_etp_and_the_first_step(tune, tmp_path):
     given = {"etp": 2, "store_layers": 1, "strikes": "probs"}
     found = study(demand_of(last), Target(), name="trace.npy", **given)
     assert "in 99 % of the 5 steps traced" in found.chosen.sentence()
-    assert "6 experts, top-2, 2 source ranks of 40 tokens each" in page
+    assert "6 experts, top-2, 2 source ranks of 40 tokens each" in " ".join(page.split())
     assert " ".join(printed.split()).startswith(found.chosen.sentence())
 
 

@@ -47,15 +47,6 @@ def test_dropped_shows_pools_layers_and_the_target(found):
     assert not any(label.startswith("target") for label in drawn)
 
 
-def test_load_is_relative_to_balance(found):
-    axes = plots.figures(found)["load"].axes[0]
-    (mesh,) = axes.collections
-    values = np.asarray(mesh.get_array()).reshape(3, 16)
-    demand = found.demand.counts[:, 0].sum((0, 1))
-    np.testing.assert_allclose(values[0], demand / demand.mean(), rtol=1e-12)
-    np.testing.assert_allclose(values.mean(1), 1.0, rtol=1e-12)
-
-
 def test_svg_is_text_without_a_prolog_and_always_the_same(found):
     first, second = (plots.svg(plots.figures(found)["dropped"]) for _ in range(2))
     assert first == second

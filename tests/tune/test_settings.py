@@ -1,14 +1,12 @@
 """Settings to paste: each block runs as it is printed."""
 
-import ast
-import contextlib
 import subprocess
 from typing import Any
 
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.megatron import PaddedOptions, install, run
+from padded_dispatch.megatron import PaddedOptions, run
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import Study, Target, study
 from padded_dispatch.tune.settings import blocks, options
@@ -67,35 +65,11 @@ def test_bash_and_the_launcher_take_the_block_of_megatron_lm(found, per_layer):
     assert run.read(words) == (given, "pretrain_gpt.py", rest)
 
 
-def config_of(fields: dict[str, Any]) -> tuple[float | None, PaddedOptions]:
-    config: Any = TransformerConfig(**MODEL | fields)
-    return config.moe_expert_capacity_factor, config.padded_dispatch
-
-
 @EACH
 @EACH_POOL
 def test_the_block_of_python_makes_the_config(found, per_layer):
     names: dict[str, Any] = {}
     exec(text_for("Python", found, per_layer), names)
-    assert config_of(names["moe"]) == wanted(found, per_layer)
-
-
-def read_yaml(text: str) -> dict[str, Any]:
-    """Return YAML of two levels, with scalars and flow collections of numbers as values."""
-    top: dict[str, Any] = {}
-    for line in text.splitlines():
-        key, _, words = line.strip().partition(":")
-        value: Any = words.strip()
-        with contextlib.suppress(ValueError, SyntaxError):
-            value = ast.literal_eval(value)
-        level = top["padded_dispatch"] if line.startswith(" ") else top
-        level[key] = {} if value == "" else value
-    return top
-
-
-@EACH
-@EACH_POOL
-def test_the_block_of_yaml_makes_the_config(found, per_layer):
-    fields = read_yaml(text_for("YAML", found, per_layer))
-    install(PaddedOptions(**fields.pop("padded_dispatch", {})))
-    assert config_of(fields) == wanted(found, per_layer)
+    config: Any = TransformerConfig(**MODEL | names["moe"])
+    found_there = config.moe_expert_capacity_factor, config.padded_dispatch
+    assert found_there == wanted(found, per_layer)
