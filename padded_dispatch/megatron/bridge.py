@@ -1,14 +1,11 @@
 """Megatron-Bridge: Hugging Face weights and adapters of stacked experts; options in saved configs.
 
 Weights. Bridge lists a model's parameters, looks each name up in a table, and copies its values.
-The tables know TEGroupedMLP's names, one weight per expert; `StackedExperts` has one parameter for
-all. So while Bridge lists parameters, each stacked linear shows the parts of single experts under
-TEGroupedMLP's names. A part shares memory with the parameter, so loading and exporting are exact.
-Bridge decides by the name of a module's class how tensor parallelism splits a weight. Our router
-keeps its base's name, and a stacked linear has the attribute that Bridge reads for other classes.
-
-Adapters, such as LoRA's, wrap Megatron's own linears, and Bridge raises for a stacked linear's
-class. With adapters on other modules only, stacked experts are frozen.
+The tables know TEGroupedMLP's names, one weight per expert. So while Bridge lists parameters, each
+stacked linear shows the parts of single experts under these names. A part shares memory with the
+parameter, so loading and exporting are exact. How tensor parallelism splits a weight Bridge decides
+by the name of a module's class: our router keeps its base's name, and a stacked linear has the
+attribute that Bridge reads for other classes.
 
 Saved configs. Bridge and Megatron-LM save a config field by field as YAML. `padded_dispatch` cannot
 be a field (every stock config would have a key that no `TransformerConfig(**...)` takes), nor can

@@ -18,11 +18,7 @@ from padded_dispatch.config import (
     DispatchConfig,
     require,
 )
-from padded_dispatch.megatron.compat import (
-    captures,
-    captures_iteration,
-    graph_scopes,
-)
+from padded_dispatch.megatron.compat import captures, captures_iteration
 from padded_dispatch.megatron.fields import REFUSED, REPLACED, ConfigField
 from padded_dispatch.megatron.options import PaddedOptions, require_options, to_plain
 
@@ -84,16 +80,8 @@ def check_config(config: Any) -> None:
             `dispatch_config` and `padded_options`.
     """
     refused = refusals(config, REFUSED)
-    graphs = _read(config, "cuda_graph_impl")
-    if _keeps_old_weights(config):
-        refused.append(
-            f"  quant_recipe with experts in a CUDA graph (cuda_graph_impl={graphs!r}), without "
-            "fp8 or fp4: Megatron then captures no quantization of weights, so replays would go on "
-            "with those of the capture. Remedy: set fp8 or fp4, or "
-            "disable_parameter_transpose_cache=True."
-        )
     options = padded_options(config)
-    refused += _refused_overlaps(config)
+    refused += _refused_graphs(config)
     if refused:
         raise ValueError("\n".join(["the padded dispatcher does not support", *refused]))
     if _read(config, "num_moe_experts"):
@@ -108,32 +96,29 @@ def check_config(config: Any) -> None:
             )
 
 
-def _keeps_old_weights(config: Any) -> bool:
-    """Return whether graphs of layers would replay with weights that were quantized once."""
-    return (
-        bool(_read(config, "quant_recipe"))
-        and not (_read(config, "fp8") or _read(config, "fp4"))
-        and captures(config, "moe")
-        and not captures_iteration(config)
-        and not _read(config, "disable_parameter_transpose_cache")
-    )
-
-
-def _refused_overlaps(config: Any) -> list[str]:
-    """Return one line per setting that cannot be combined with one that overlaps the exchange."""
-    combined = "overlap_moe_expert_parallel_comm"
+def _refused_graphs(config: Any) -> list[str]:
+    """Return one line per setting that cannot be combined with its graphs of layers."""
+    impl = _read(config, "cuda_graph_impl")
+    if captures_iteration(config):
+        return []
+    captures_experts, found = captures(config, "moe"), []
+    quantizes = _read(config, "fp8") or _read(config, "fp4")
+    follows = quantizes or _read(config, "disable_parameter_transpose_cache")
+    if captures_experts and _read(config, "quant_recipe") and not follows:
+        found.append(
+            f"  quant_recipe with experts in a CUDA graph (cuda_graph_impl={impl!r}), without "
+            "fp8 or fp4: Megatron then captures no quantization of weights, so replays would go on "
+            "with those of the capture. Remedy: set fp8 or fp4, or "
+            "disable_parameter_transpose_cache=True."
+        )
     why = {
-        combined: "the schedule runs layers in pieces, beside such graphs",
+        "overlap_moe_expert_parallel_comm": "the schedule runs layers in pieces, beside such "
+        "graphs",
         "overlap_dispatch_backward_with_experts_wgrad": "in a replay, Megatron's DDP does not see "
         "gradients that come after backward",
     }
-    impl, scopes = _read(config, "cuda_graph_impl"), graph_scopes(config)
-    of_layers = impl in ("local", "transformer_engine") and not captures_iteration(config)
-    found = []
     for name, reason in why.items():
-        if not _read(config, name):
-            continue
-        if of_layers and (impl == "local" or not scopes or "moe" in scopes):
+        if _read(config, name) and (captures_experts or impl == "local"):
             found.append(
                 f"  cuda_graph_impl={impl!r} of layers with their experts, with {name}: {reason}. "
                 "Remedy: 'transformer_engine' with the scopes attn, moe_router and moe_preprocess."

@@ -1,14 +1,9 @@
 """Run Megatron-Core on a CPU, for tests and small runs. The GPU path does not use this module.
 
 Megatron-Core 0.16.1 to 0.20 asks for the current CUDA device, for CUDA streams and for the CUDA
-random state in places where a CPU would do as well. Inside `megatron_on_cpu()`:
-
-- tensors that are meant for "cuda" are made on the CPU;
-- streams, events and profiler ranges do nothing, since CPU work is finished when a call returns;
-- the CPU's generator stands in for CUDA's, so that Megatron's random state tracker and its
-  recomputation work as on a GPU.
-
-Leaving the block restores everything.
+random state in places where a CPU would do as well. Inside `megatron_on_cpu()` tensors that are
+meant for "cuda" are made on the CPU, streams and profiler ranges do nothing, and the CPU's
+generator stands in for CUDA's.
 
 Three things still need a GPU: Transformer Engine's layers (use the local spec with
 `moe_grouped_gemm=False`); Megatron's optimizer and distributed checkpoints; tensor parallelism in a

@@ -4,18 +4,17 @@ Conforms to `megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher`.
 
 The contract passes two tensors from method to method and leaves the rest to attributes. Ours are
 the plan's tensors, and nothing else that a captured part hands on: no shape and no Python number,
-because a replayed CUDA graph sets tensors by name (`cudagraph_attrs`) and runs no Python. T and K
-are read off their shapes. No attribute needs a gradient, and all are dropped when the layer is
-done, so that no graph memory stays pinned.
+because a replayed CUDA graph sets tensors by name (`cudagraph_attrs`) and runs no Python. No
+attribute needs a gradient, and all are dropped when the layer is done, so that no graph memory
+stays pinned.
 
 Packed experts hold the whole exchange: methods pass tokens on, and `dispatch_postprocess` leaves
 what the host decided in `StackedExperts.call`. Megatron's own experts get padded cells, which
 `token_dispatch` sends and `token_combine` brings back; no capture begins or ends in between.
 
 With `overlap_moe_expert_parallel_comm` Megatron calls the methods one by one, some on a stream of
-their own, where the exchange of Megatron's own experts is then; packed experts run on the stream of
-computation as a whole. Backward passes of other microbatches come between, forward passes do not,
-so the attributes hold one pass. Megatron frees what went into a method once it has run, but for
+their own. Backward passes of other microbatches come between, forward passes do not, so the
+attributes hold one pass. Megatron frees what went into a method once it has run, but for
 `kept_inputs`, which share memory with what came out.
 
 Letters: T tokens as [S, B] (sequence, batch), K experts per token, E experts, L experts on this

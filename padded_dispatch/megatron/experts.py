@@ -2,29 +2,22 @@
 
 `StackedExperts` stands in for the experts module of a layer's spec. The layer first builds the
 module of its spec, so that initialization, random states and attributes of parameters are
-Megatron's own; `StackedExperts` then copies the weights. During the copy a layer holds its experts
-twice. Parameters, and what checkpoints hold of them, are those of
-`padded_dispatch.megatron.stacked_linear`.
+Megatron's own; `StackedExperts` then copies the weights into linears of `stacked_linear`.
 
 The whole exchange is inside (`padded_dispatch.experts`): Megatron calls the module with tokens, and
 gets their sums. What the host decided about the pass is no tensor, so the dispatcher leaves it in
-`StackedExperts.call`. Megatron-FSDP gathers weights by hooks on the tensors that go into the module
-and come out, so it works as with any other.
+`StackedExperts.call`.
 
 In training with Megatron's DDP, backward adds weight gradients to `main_grad` and sets
 `grad_added_to_main_grad`, as Megatron's own linears do with `gradient_accumulation_fusion`; what
 autograd gets is unspecified memory. A step's first gradient is stored, since DDP has just zeroed
-the buffer (`stacked_linear.following_zeros`). `adds_gradients` has the exceptions. In these,
-gradients arrive in the parameters' dtype and DDP adds them. Every micro-batch's gradient is then
-rounded to bf16 once, by at most 2**-8 of itself.
-
-Backward computes all gradients, also with `delay_wgrad_compute` or
+the buffer (`stacked_linear.following_zeros`). Where `adds_gradients` says no, DDP adds gradients in
+the parameters' dtype: bf16 rounds that of each micro-batch by at most 2**-8 of itself. Backward
+computes all gradients, also with `delay_wgrad_compute` or
 `overlap_dispatch_backward_with_experts_wgrad`: no exchange is left that they could run beside.
 
-With `fp8` and the recipes `tensorwise` and `delayed` they compute in e4m3 with a scale per row, as
-`padded_dispatch.experts.scaled` says. Weights stay in bf16, for checkpoints and optimizers, too,
-also with `fp8_param_gather`. They are quantized once per step: a step of any optimizer of torch
-marks them on the device, and so does `set_is_first_microbatch`, which Megatron's schedules call.
+In fp8 (`padded_dispatch.experts.scaled`) weights stay in bf16 and are quantized once per step: a
+step of any optimizer of torch marks them on the device, and so does `set_is_first_microbatch`.
 
 Letters: T tokens, L experts on this rank, D hidden size, F ffn size, G columns of fc1.
 """
@@ -365,11 +358,6 @@ def _parameters(experts: Any, linear: str) -> tuple[list[Tensor], list[Tensor]]:
 
 def _refused(config: Any) -> str:
     """Return the settings that `StackedExperts` does not compute, one a line; empty if none."""
-    found = _refusals(config)
-    return "\n".join(["packed experts do not support", *found]) if found else ""
-
-
-def _refusals(config: Any) -> list[str]:
     found = refusals(config, _FIELDS)
     if config.fp8 and config.fp8_recipe not in _FP8_RECIPES:
         recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
@@ -384,7 +372,7 @@ def _refusals(config: Any) -> list[str]:
             f"  activation_func_clamp_value={clamp!r}: Megatron's fused SwiGLU leaves it out. "
             "Remedy: bias_activation_fusion=False, or None."
         )
-    return found
+    return "\n".join(["packed experts do not support", *found]) if found else ""
 
 
 def _field(name: str, note: str, refuses: Any) -> ConfigField:

@@ -1,17 +1,14 @@
 """`install()`: make the config value `padded_alltoall` work everywhere in Megatron-Core.
 
-Three places of Megatron-Core check the names of the dispatchers. `install()` wraps each of them;
-stock configs pass through unchanged:
+Three places of Megatron-Core check the names of the dispatchers; stock configs pass through:
 
 - `TransformerConfig.__post_init__` checks some options against the names of the stock dispatchers.
   It runs with 'alltoall', whose checks are right for this dispatcher; then `check_config` runs.
 - `MoELayer.__init__` raises for an unknown name: see `padded_dispatch.megatron.layer`.
 - The type of the config field becomes the choices of `--moe-token-dispatcher-type`.
 
-It also wraps `zero_grad_buffer` of Megatron's DDP, for the gradients of packed experts; and it
-follows Megatron-LM's training loop (`padded_dispatch.megatron.megatron_lm`), if that has been
-imported by then, or when a config with this dispatcher is made. All that is wrapped, here and by
-layers, is in the table of `padded_dispatch/megatron/README.md`.
+All that is wrapped, here and by layers, is in the table of `padded_dispatch/megatron/README.md`.
+Megatron-LM's loop is followed if it has been imported by then, or when a config is made.
 """
 
 import functools

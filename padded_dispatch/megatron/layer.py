@@ -10,8 +10,8 @@ with it, for configs with `moe_token_dispatcher_type="padded_alltoall"`.
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,16 +31,11 @@ from padded_dispatch.megatron.router import select_after_counting
 from padded_dispatch.utils.patches import Patches
 
 
-@contextmanager
-def _with_bf16_weights(config: Any) -> Iterator[None]:
-    """Let packed experts find weights in bf16, with `fp8_param_gather`, too."""
-    if config.fp8 and config.fp8_param and chosen_experts(config).packed:
-        from transformer_engine.pytorch import fp8_model_init
+def _in_bf16() -> Any:
+    """Return a context in which weights are made in bf16, with `fp8_param_gather`, too."""
+    from transformer_engine.pytorch import fp8_model_init
 
-        with fp8_model_init(enabled=False):
-            yield
-    else:
-        yield
+    return fp8_model_init(enabled=False)
 
 
 def build(
@@ -65,13 +60,14 @@ def build(
     check_config(config)
     guard.install(config)
     pg_collection = pg_collection or get_default_pg_collection()
-    with Patches() as patches, _with_bf16_weights(config):
+    packed = chosen_experts(config).packed
+    quantized = packed and config.fp8 and config.fp8_param
+    with Patches() as patches, _in_bf16() if quantized else nullcontext():
         patches.set(config, "moe_token_dispatcher_type", "allgather")
         # Its experts take counts on the device; dense layers may use it. Some versions lack it.
         patches.set(config, "use_transformer_engine_op_fuser", False)
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
-    packed = chosen_experts(config).packed
     if packed:
         show_single_experts()
         layer.experts = StackedExperts(config, layer.experts, pg_collection)

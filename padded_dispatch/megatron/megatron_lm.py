@@ -1,11 +1,8 @@
 """Retry, telemetry and traces in Megatron-LM's own training loop, without a line of code.
 
-Two functions of `megatron.training.training` are wrapped, and their arguments read by name:
-
-- `train_step`, a step, which is given the forward-backward function, be it Megatron's schedule or a
-  graph of it: with `on_overflow="retry"` it gets a `Retry` instead. The step is counted afterwards.
-- `training_log`, which logs a step: figures go where Megatron's own do. The run ends with the last
-  one, that of `args.train_iters`.
+Two functions of `megatron.training.training` are wrapped: `train_step`, whose forward-backward
+function becomes a `Retry` if the options ask for one; and `training_log`, in whose line of a step
+our figures stand. The run ends with the line of `args.train_iters`.
 
 `Telemetry` reads what was dropped, in the first step and then once for each `--log-interval`.
 Where Megatron prints a line the host waits for the device, so the reading is taken there, and its
@@ -162,11 +159,31 @@ def follow_training() -> None:
     loop = _Loop(training)
     for name in ("train_step", "training_log"):
         if hasattr(training, name):
-            wrapped = functools.partial(loop.wrapped, instead=getattr(loop, name))
-            PATCHED.wrap(training, name, wrapped)
+            PATCHED.wrap(training, name, _by_name(getattr(loop, name)))
         else:
             lost = "no figures, retries or traces in Megatron-LM's loop, "
             log_once(f"{lost}because it has no {_MODULE}.{name}", logging.WARNING)
+
+
+def _by_name(
+    instead: Callable[[Callable[[], Any], dict[str, Any]], Any],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a wrapper: `instead` gets a call of the function, and its arguments by name.
+
+    Changes of the arguments count.
+    """
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            return instead(lambda: function(*bound.args, **bound.kwargs), bound.arguments)
+
+        return followed
+
+    return wrap
 
 
 class _Loop:
@@ -175,28 +192,6 @@ class _Loop:
     def __init__(self, training: Any) -> None:
         self._training = training
         self._run: _Run | None = None
-
-    def wrapped(
-        self,
-        function: Callable[..., Any],
-        instead: Callable[[Callable[[], Any], dict[str, Any]], Any],
-    ) -> Callable[..., Any]:
-        """Return a function that calls `instead` with a call of `function` and its arguments.
-
-        The arguments are given by name. Changes of them count.
-        """
-        signature = inspect.signature(function)
-
-        @functools.wraps(function)
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-
-            def call() -> Any:
-                return function(*bound.args, **bound.kwargs)
-
-            return instead(call, bound.arguments)
-
-        return followed
 
     def train_step(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
         """Run one step."""

@@ -1,12 +1,5 @@
 """Repeat a training step that dropped rows, so that no update of the weights lacks any.
 
-    forward_backward = Retry(get_forward_backward_func(), chunks)
-    for step in ...:
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        losses = forward_backward(forward_step_func=..., data_iterator=..., model=chunks, ...)
-        optimizer.step()
-
 `Retry` lets Megatron's schedule, or a CUDA graph of it, run as it would, and then sums the dropped
 rows of all layers and ranks; the host waits for that sum. If there are any, the step is taken back,
 and the same microbatches run once more, eagerly, with sizes that fit the routing. The optimizer
@@ -319,25 +312,10 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generators(states: dict[str, Any]) -> None:
-    """Set the generators that are named to these states."""
+    """Set all generators to these states."""
     for name, state in states.items():
         _, put = _GENERATORS[name]
         put(state)
-
-
-def changed_since(before: dict[str, Any]) -> dict[str, Any]:
-    """Return those states that are others now than `before`."""
-    return {n: state for n, state in generator_states().items() if not _same(state, before[n])}
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two states of one generator are the same: tensors, or tuples."""
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    return all(
-        np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -373,8 +351,8 @@ class RecordedMicrobatches:
     """An iterator that hands out another one's microbatches, and can hand them out once more.
 
     Copies are recorded, because a loader may fill the same memory again and a forward step may
-    change its batch. Reading may draw random numbers: the second time, generators that reading drew
-    from are set to where it had left them. Attributes that it lacks are those of the other one.
+    change its batch. Reading may draw random numbers: the second time, generators are set to where
+    it had left them. Attributes that it lacks are those of the other one.
     """
 
     def __init__(self, source: Any) -> None:
@@ -385,9 +363,8 @@ class RecordedMicrobatches:
         return self
 
     def __next__(self) -> Any:
-        before = generator_states()
         microbatch = next(self._source)
-        self._recorded.append((_copy(microbatch), changed_since(before)))
+        self._recorded.append((_copy(microbatch), generator_states()))
         return microbatch
 
     def __getattr__(self, name: str) -> Any:
@@ -395,8 +372,8 @@ class RecordedMicrobatches:
 
     def again(self) -> Iterator[Any]:
         """Yield the recorded microbatches."""
-        for microbatch, drawn_from in self._recorded:
-            set_generators(drawn_from)
+        for microbatch, states in self._recorded:
+            set_generators(states)
             yield microbatch
 
 

@@ -14,8 +14,8 @@ Letters: T tokens on this rank; K experts per token; E experts in all; D hidden 
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.routing.select import select
+from padded_dispatch.utils.patches import Patches
 from padded_dispatch.utils.phases import trains
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -168,7 +169,10 @@ class SelectAfterCounting(TopKRouter):
             logits = logits.masked_fill(masked, 0)
         recomputes = self.training and not torch.is_grad_enabled()
         sorts = _SortedChoices() if recomputes else nullcontext()
-        with _without_factor(self.config), sorts:
+        with Patches() as patches, sorts:
+            # `TopKRouter.routing` drops before it counts if its config has a factor, and nothing
+            # else reads it there. A copy of the config would miss what training loops write to it.
+            patches.set(self.config, "moe_expert_capacity_factor", None)
             probs_TE, map_TE = super().routing(logits, padding_mask)
         if padding_mask is not None:
             map_TE = map_TE & ~padding_mask.reshape(-1, 1)
@@ -224,19 +228,3 @@ class _SortedChoices(TorchFunctionMode):
         if func is torch.topk:
             kwargs["sorted"] = True
         return func(*args, **kwargs)
-
-
-@contextmanager
-def _without_factor(config: Any) -> Iterator[None]:
-    """Let the capacity factor of `config` read as None inside the block.
-
-    `TopKRouter.routing` drops before it counts if its config has a factor. No other code reads the
-    factor there (Megatron-Core 0.16.1 to 0.20). A copy of the config would miss later writes, such
-    as those of training loops to `moe_aux_loss_coeff`.
-    """
-    fields, name = vars(config), "moe_expert_capacity_factor"
-    factor, fields[name] = fields[name], None
-    try:
-        yield
-    finally:
-        fields[name] = factor

@@ -1,11 +1,10 @@
 """Parts that Megatron's schedules and CUDA graphs leave out: padding masks, for one.
 
 Masks in graphs of layers. Where `cuda_graph_impl` is "transformer_engine", Megatron calls the MoE
-part of a layer without the padding mask, in captures and in replays (0.16.1 to 0.20). Padding
-tokens would take slots and count in the losses. So each layer has one mask in memory that its
-graphs read: `note_mask` makes it, in an eager training pass that has a mask; `captured` lets a
-capture read it; `replayed` writes the microbatch's mask to it before a replay. Graphs of `local`
-take the mask as an input, and those of whole iterations read it from the batch.
+part of a layer without the padding mask, in captures and in replays (0.16.1 to 0.20). So each layer
+has one mask in memory that its graphs read: `note_mask` makes it, in an eager training pass that
+has a mask; `captured` lets a capture read it; `replayed` writes the microbatch's mask to it before
+a replay. Other graphs read the mask among their inputs.
 
 Packed sequences (THD) are separated in attention; the MoE part sees T tokens, whatever their
 sequences. A graph of attention would keep the boundaries of its capture: `check_packed`.

@@ -1,26 +1,19 @@
 """Linears of all experts of a rank in one parameter, and what checkpoints hold of them.
 
 The GEMMs need one weight `[L, out, in]` per linear. (Views of TEGroupedMLP's separate parameters do
-not work: Megatron's DDP lays parameters out in its own buffer, in reverse order.) Biases are
-one parameter of one dimension, `[L * out]`, because Megatron's optimizers decide by the number of
-dimensions what does not decay (0.16.1 to 0.19.0, `optimizer/__init__.py`) and what Muon
-orthogonalizes.
+not work: Megatron's DDP lays parameters out in its own buffer, in reverse order.) Biases have one
+dimension, `[L * out]`, because that decides in Megatron's optimizers what does not decay.
 
 Checkpoints hold single experts, as TEGroupedMLP's do, and either module loads the other's:
 
 - `state_dict`: `weight0`, `bias0`, ... of each linear, as TEGroupedLinear has them.
 - `sharded_state_dict`: a `ShardedTensorFactory` per parameter, which makes the shards of
   `TEGroupedLinear._sharded_state_dict_grouped` and `apply_swiglu_sharded_factory`: the same keys,
-  global shapes, offsets and replicas, with `singleton_local_shards` or without. SequentialMLP has
-  the same ones.
+  global shapes, offsets and replicas, with `singleton_local_shards` or without.
 
-Optimizer states go through the same factory. So a distributed checkpoint in the format
-`fully_reshardable` of the distributed optimizer, and one of the optimizer that is not distributed,
-hold one state per expert, which the other module finds. `dp_reshardable` stores the gradient
-buffers as they lie in memory: only the module that wrote it can read it. Formats of flattened
-parameters (`fully_sharded_model_space`) are refused, as by Megatron's own shards. Torch's format
-(`--ckpt-format torch`) keeps optimizer states by parameter number: resume with the module that
-wrote it, or with `--no-load-optim`.
+Optimizer states go through the same factory where a checkpoint keeps parameters whole. Formats of
+flattened parameters are refused, as by Megatron's own shards; `padded_dispatch/megatron/README.md`
+says which of the others load.
 
 L: experts on this rank.
 """

@@ -1,16 +1,5 @@
 """Read the counters of a model's padded layers every few steps, without stalling a step.
 
-    telemetry = Telemetry(chunks, every=10)
-    for step in ...:
-        train()
-        snapshots = telemetry.step()      # None, except one step after each read was started
-        if snapshots is not None:
-            for name, value in scalars(snapshots).items():
-                writer.add_scalar(name, value, snapshots.step)
-
-`on_overflow` is followed here: a reading with drops is logged in words, or ends the run. Without a
-`Telemetry`, `watch` logs them.
-
 A read is enqueued on the training stream, between two steps: the layers' totals are summed over all
 ranks and copied to pinned memory. The host looks at the copy one step later, when it has long
 arrived, so all ranks get the same figures at the same step. Totals are not zeroed: the host takes
@@ -19,6 +8,9 @@ differences, which are right even if a total wraps around. Only the largest need
 Every rank counts the tokens that it routes, and of a store the rows that it keeps. Without
 sequence parallelism, tensor-parallel peers route the same tokens, and only the first of them is
 counted. A layer is on one pipeline stage only; ranks of other stages add zeros for it.
+
+`on_overflow` is followed here: a reading with drops is logged in words, or ends the run. Without a
+`Telemetry`, `watch` logs them.
 
 Letters: Y layers of the whole model, R ranks of the expert-parallel group, W columns of a layer's
 sums (its totals, then the idle passes of each rank).

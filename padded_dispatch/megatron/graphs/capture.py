@@ -1,19 +1,12 @@
 """CUDA graphs for plain training loops, through Megatron's own two ways of capturing.
 
-    graphs = LayerGraphs(chunks, seq_length=S, micro_batch=B, optimizers=[optimizer])
-    graphs.capture()          # between two steps: before the first or after a few eager ones
-    ...                       # train as before
-    graphs.delete()           # before the process groups are destroyed
-
 `LayerGraphs` uses Megatron's TECudaGraphHelper (`cuda_graph_impl="transformer_engine"`): it
 captures the parts of every layer that the config's graph scopes name. `IterationGraph` uses
 Megatron's FullCudaGraphWrapper: it captures all forward and backward passes of a step, and the
 reduction of gradients, as one graph. Both need Transformer Engine's random state tracker
 (`te_rng_tracker=True`) and a training stream other than the default one, made current before the
-model is built.
-
-Before a capture both check settings that Megatron's training script checks and that a plain loop
-leaves unchecked.
+model is built. Before a capture both check what Megatron's training script checks and a plain loop
+does not. `padded_dispatch/megatron/RECIPES.md` has such a loop.
 """
 
 import gc

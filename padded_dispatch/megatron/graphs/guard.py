@@ -2,24 +2,20 @@
 
 A captured layer runs no Python: it keeps the shape, capacity, train/eval mode and config of its
 capture, and copies its input into the captured one, by broadcast if need be. So the guard records
-what each layer's graph depends on when Megatron captures it, and compares before each replay. A
-model that is built with graphs, or with the combined schedule, wraps what guards these; layers
-without a padded dispatcher are left alone. A capture runs passes of its own; what they count is
-restored.
+what each layer's graph depends on when Megatron captures it, and compares before each replay. What
+the passes of a capture count is put back. Layers without a padded dispatcher are left alone.
 
 With `cuda_graph_impl="local"` Megatron captures by itself at the end of the first step. What it
 gets wrong for models with our dispatcher is corrected here:
 
 - Stock replays the graph of a training step in evaluation; here evaluation is eager. Text
   generation keeps its graphs; the layer learns that it generates before it is captured.
-- A layer's input stays in its buffer. In 0.16 others may use it once the forward is captured,
-  although backward reads it (D22 of `padded_dispatch/megatron/README.md`).
+- A layer's input stays in its buffer, which others may use in 0.16 while backward reads it (D22).
 - For scope `moe`, Megatron captures nothing of a GPTModel's layers and says nothing. Refused.
 
-Padding masks and packed sequences: `padded_dispatch.megatron.schedule` has the rules. A graph of
-`local` or of a whole iteration reads the mask among its inputs, so there must be one in each step
-or in none. What a later batch lacks, Megatron's loader leaves in memory as it was, so the loader is
-guarded for all models. `IterationGraph` guards whole iterations in the same way.
+A graph of `local` or of a whole iteration reads the padding mask among its inputs, so there must be
+one in each step or in none. What a later batch lacks, Megatron's loader leaves in memory as it was,
+so the loader is guarded for all models.
 """
 
 import dataclasses

@@ -13,12 +13,8 @@ buffers, counters and scales, and leaves gradients and Megatron's MoE metrics cl
   is being captured, and from 0.18 on a checkpoint does nothing in a capture. So the two eager runs
   choose as a capture does; a third one, which chooses as training does, shows whether that makes a
   difference (`SelfTest.other_kernels`).
-- The test runs whole layers, without `overlap_moe_expert_parallel_comm`, and makes the call with
-  which `delay_wgrad_compute` lets the schedule compute gradients of weights.
-- fp8 and fp4. Megatron's block and schedules enter Transformer Engine's context, say which
-  microbatch is a step's first (which quantizes the weights), and in the recipe `delayed` let scales
-  follow what each pass saw. A pass by itself, between two steps, does the same
-  (`first_microbatch`), and scales are put back.
+- Whole layers run, without `overlap_moe_expert_parallel_comm`; what the schedule would do around
+  them is done here: gradients of `delay_wgrad_compute`, contexts and scales of fp8 and fp4.
 """
 
 from collections.abc import Iterator
@@ -159,7 +155,7 @@ def restore_state(chunks: list[Any]) -> Iterator[None]:
             stack.enter_context(unseen())
             stack.enter_context(counts_put_back(*models))
             stack.enter_context(scales_put_back(*models))
-            stack.enter_context(_restore_random_state())
+            stack.callback(RandomStates.now().restore)
             for chunk in chunks:
                 stack.enter_context(chunk.no_sync())
             yield
@@ -218,7 +214,8 @@ def _run(chunks: list[Any], sample: Sample) -> dict[str, Tensor]:
     for chunk in chunks:
         chunk.zero_grad_buffer()
     given = _noise(like, seed=2 * layer.layer_number).requires_grad_()
-    with _restore_random_state(), counts_put_back(layer), scales_put_back(layer):
+    with ExitStack() as stack, counts_put_back(layer), scales_put_back(layer):
+        stack.callback(RandomStates.now().restore)
         # Megatron's block runs layers, and their capture, in a fork of its tracker.
         tracker: Any = get_cuda_rng_tracker()
         forked = tracker.fork() if layer.config.sequence_parallel else nullcontext()
@@ -265,16 +262,6 @@ def _kernels_of_a_capture() -> Iterator[None]:
             yield
         finally:
             set_capture_end()
-
-
-@contextmanager
-def _restore_random_state() -> Iterator[None]:
-    """Restore all random states at the end."""
-    before = RandomStates.now()
-    try:
-        yield
-    finally:
-        before.restore()
 
 
 @contextmanager
