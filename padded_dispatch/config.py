@@ -16,6 +16,8 @@ S: sources of an expert's rows, R times the expert-tensor-parallel size
 C: capacity, the slots of one source in one expert's buffer
 D: hidden size
 F: ffn size of one expert
+G: columns of fc1's result: 2F (gate before up) if the activation is gated, else F
+O, I: width of an output and an input row of a linear
 P: slots of one source at one rank, for its tokens on the wire
 N: rows that a buffer has room for
 M: rows of a store, which all layers share

@@ -10,7 +10,7 @@ A `Snapshot` holds counts of some time as plain NumPy. Rates are ratios of sums,
 Demand is counted at the source. Rows of cells are kept there, too; those of a store are kept, and
 counted, at the rank of their experts, so what became of a token or of probability is not known.
 
-Letters: T tokens, E experts, L experts on this rank, Y layers, R ranks, W numbers in `totals`.
+Letters: Y layers, W numbers in `totals`.
 """
 
 import dataclasses

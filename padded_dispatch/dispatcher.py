@@ -9,8 +9,6 @@ Rows are cut to cells at the source where `capacity_pool` is "expert", else by t
 
 `combine` does not apply routing weights; the experts must scale their output by `probs_N`. So
 dispatch and combine are each other's transpose.
-
-Letters: T tokens on this rank, K experts per token, E experts, D hidden size, N rows of cells.
 """
 
 from dataclasses import dataclass

@@ -6,8 +6,7 @@ it. The receiver lays out rows as it likes (`experts`), and sends back one row f
 (`direct`: stores between the GPUs of one host), or one sum for each token (`collectives`: any
 backend). `choose` picks one per layer; `agreement` compares shapes and rules over the ranks first.
 
-Letters: T tokens, K experts per token, E experts, L experts on this rank, S sources of an expert's
-rows, P slots of a source on the wire, D hidden size, N rows that a buffer has room for.
+Letters: see `padded_dispatch.config`.
 """
 
 from collections.abc import Callable

@@ -39,13 +39,19 @@ def choose(
     """
     local = config.num_local_experts
     collectives = Collectives(local, group, etp_group, config.policy)
-    reason = _why_not_direct(etp_group, packed=packed, device=device)
+    reason = ""
+    if not packed:
+        reason = "direct stores need experts='packed'"
+    elif collectives.etp_group is not None:
+        size = collectives.etp_group.size()
+        reason = f"direct stores need expert_tensor_parallel_size=1, got {size}"
+    elif device.type != "cuda":
+        reason = f"direct stores need tokens on GPUs, got {device.type}"
+    require(kind != "direct" or not reason, "exchange", kind, "be auto or alltoall here", reason)
     if kind == "alltoall":
         reason = f'exchange="{kind}" was asked for'
-    if kind == "auto" and collectives.num_sources == 1:
+    elif kind == "auto" and collectives.num_sources == 1:
         reason = "one rank"
-    if kind == "direct":
-        require(not reason, "exchange", kind, "be auto or alltoall here", reason)
     if reason:
         return collectives, reason
     try:
@@ -55,17 +61,6 @@ def choose(
             raise
         return collectives, str(error)
     return direct, f"the {direct.group.size()} ranks share a host and reach each other's GPUs"
-
-
-def _why_not_direct(
-    etp_group: dist.ProcessGroup | None, *, packed: bool, device: torch.device
-) -> str:
-    """Return which setting rules direct stores out; "" if none does."""
-    if not packed:
-        return "direct stores need experts='packed'"
-    if etp_group is not None and etp_group.size() > 1:
-        return f"direct stores need expert_tensor_parallel_size=1, got {etp_group.size()}"
-    return "" if device.type == "cuda" else f"direct stores need tokens on GPUs, got {device.type}"
 
 
 def agree_on_shapes(

@@ -17,9 +17,8 @@ outputs, in at least fp32, before that rounding. With one rank nothing moves.
 `open` and `bring` are differentiable, for experts in plain torch. A collective runs in backward on
 every rank that ran it forward, if a gradient is wanted there.
 
-Letters: T tokens, K experts per token, E experts, R expert-parallel ranks, L = E / R local experts,
-S = R * I sources, I ranks that split an expert, P slots of a source, D hidden size. Source i * R +
-r is rank r of the i-th expert-parallel group.
+S = R * I, where I ranks split an expert: source i * R + r is rank r of the i-th expert-parallel
+group.
 """
 
 from collections.abc import Callable

@@ -17,9 +17,6 @@ who sends rows home has passed that one. So each call needs one barrier, and pas
 other layers, of other shapes, replays of graphs, evaluation or recomputation. A pass that breaks
 off leaves a push without a return: the push behind it may then overwrite what a slow rank still
 reads, in a pass whose result is lost.
-
-Letters: T tokens, K experts per token, S sources, the ranks of the group, P slots of a source, D
-hidden size.
 """
 
 from collections.abc import Callable

@@ -11,9 +11,6 @@ addresses. All live as long as the process group, and as long as an autograd nod
 
 The driver allocates this memory, so torch's allocator does not count it. `allocated_gib` and
 `reserved_gib` add what is held now to torch's peaks.
-
-Letters: K experts per token, L local experts, S sources, the ranks of the group, P slots of a
-source, D hidden size.
 """
 
 import ctypes

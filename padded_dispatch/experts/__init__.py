@@ -7,8 +7,7 @@ parameter per linear, in e4m3 if they are given in e4m3, too (`scaled`). `padded
 others: it hands out padded cells and takes them back. `store` decides where rows lie and which find
 room.
 
-Letters: T tokens, K experts per token, L experts on this rank, D hidden size, F ffn size, G width
-of fc1's result: 2F (gate before up) if the activation is gated, else F.
+Letters: see `padded_dispatch.config`.
 """
 
 from collections import deque

@@ -7,8 +7,6 @@ If gated, the gate is the first half of `x + bias` and up the second. The defini
 `TEGroupedMLP` in Megatron-Core 0.16.1 to 0.19.0. Its stages round to bf16 one by one; here the
 whole expression, with the bias, is computed in fp32 and rounded once. It is plain torch, whose
 backward autograd writes; GPUs have `kernels.activation`.
-
-G: width of fc1's result, 2F if gated, else F.
 """
 
 import math

@@ -8,8 +8,7 @@ not read, forward or backward. So all sizes follow from C, and experts may compu
 
 On GPUs the steps between the wire's are two autograd functions over kernels; on CPUs plain torch.
 
-Letters: T tokens, K experts per token, S sources of P slots, L experts on this rank, C rows of a
-cell, D hidden size, N = L * S * C.
+N = L * S * C.
 """
 
 import math

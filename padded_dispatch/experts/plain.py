@@ -8,8 +8,7 @@ Rows are read on the host here, so a pass computes its real rows and nothing els
 are done in at least fp32, and each step rounds once, as on GPUs. A row that found no room is not
 among the rows of its pass, so it adds zero to its token, and its token gets no gradient from it.
 
-Letters: S sources of P slots, K choices of a token, L experts on this rank, D hidden size, F ffn
-size, G width of fc1's result, n rows of the pass. `..._N` has one element for each of these n.
+n: rows of the pass; `..._N` has one element for each of them.
 """
 
 from collections.abc import Callable
@@ -82,13 +81,6 @@ def rows_of_choices(
     return torch.where(is_ours, torch.where(place_SPK < level, row_SPK, -2), -1)
 
 
-def choices_of_rows(row_SPK: Tensor) -> Tensor:
-    """Return the number of the choice of each row, [n]."""
-    row_C = row_SPK.flatten()
-    choice_N = (row_C >= 0).nonzero().flatten()
-    return choice_N[row_C[choice_N].argsort()]
-
-
 def take(values_SPD: Tensor, slot_N: Tensor) -> Tensor:
     """Return the values of these slots, [n, D]; gradients of a slot are summed in at least fp32."""
     wide = values_SPD.flatten(0, 1).to(_wide(values_SPD.dtype))
@@ -114,7 +106,9 @@ def run(
     counted = {} if call.counters is None else call.counters.of_receiver
     offsets, level, before = store_offsets(arrived.count_SL, room, **counted)
     row_SPK = rows_of_choices(arrived.expert_SPK, arrived.place_SPK, offsets, level, num_experts)
-    choice_N = choices_of_rows(row_SPK)
+    row_C = row_SPK.flatten()
+    choice_N = (row_C >= 0).nonzero().flatten()
+    choice_N = choice_N[row_C[choice_N].argsort()]  # The choice of each row.
     slot_N = choice_N // row_SPK.shape[2]
     prob_N = prob_SPK.flatten().index_select(0, choice_N)
     kept_L = offsets[:: len(values_SPD)].diff().tolist()

@@ -14,8 +14,6 @@ A weight is quantized in both orientations, since 8-bit tensor cores need the in
 contiguous: as many bytes again as in bf16. A pass quantizes stale weights only, once per optimizer
 step: a step of any optimizer of torch marks them. The flag is on the device, so that replays of
 CUDA graphs act as eager passes do.
-
-L: experts, D: hidden size, F: ffn size, G: width of fc1's result.
 """
 
 import functools

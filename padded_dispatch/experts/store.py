@@ -19,9 +19,6 @@ has captured stays with the store, and eager passes keep out of it: replays leav
 
 Passes that keep nothing (evaluation, the first pass of recompute) and recompute inside of backward
 have memory of their own: `scratch`, alike in both passes of a recomputed layer, or `fitting`.
-
-Letters: T tokens, L local experts, S sources, D hidden size, G columns of fc1's result, M rows of
-the store, N the most rows of a pass.
 """
 
 import dataclasses

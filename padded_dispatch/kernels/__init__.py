@@ -3,7 +3,7 @@
 They need Triton, which comes with torch's CUDA builds. Their callers import them at the first CUDA
 tensor. With TRITON_INTERPRET=1 they run on a CPU, which is how their logic is tested. `select` and
 `plan` serve `routing`, `direct` serves `exchange.direct`, `counters` serves `counters`, and the
-others `experts`.
+others `experts`. Letters: see `padded_dispatch.config`.
 """
 
 from dataclasses import dataclass

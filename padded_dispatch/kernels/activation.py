@@ -3,8 +3,6 @@
 Each direction is one pass of one kernel: each element is read and written once, computed in fp32
 and rounded once. Launches follow the multiprocessors of a GPU, not the rows that there is room for.
 The function, gating and bias are known when a kernel is compiled.
-
-G: width of fc1's result, 2F if gated, else F.
 """
 
 import triton

@@ -9,9 +9,6 @@ Rows come home from inside of products (`gemm.rows_times_weights`).
 A link is shared by all programs that store over it at a time, so their destinations should differ:
 each token begins with another rank. Stores fill a link to 96 %: notebooks/results/LOG.md has what
 else was tried. Plans leave in pieces of 4 KiB, since a link is slow with the few bytes of a token.
-
-Letters: T tokens, K experts per token, E experts, R ranks and S = R sources, L = E / R local
-experts, P slots of a source, D hidden size.
 """
 
 import triton

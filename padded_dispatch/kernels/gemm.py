@@ -19,8 +19,6 @@ notebooks/results/LOG.md has times beside torch's products, and what was tried a
 
 Rows and weights may both be `Scaled`. Then their values are multiplied, with the tensor cores' own
 sums, which are faster and less exact than fp32, and scaled at the end.
-
-I and O: width of an input and an output row of a linear. N: rows. L: experts.
 """
 
 import functools

@@ -3,8 +3,6 @@
 Launches follow the multiprocessors of a GPU, not the rows that there is room for: programs take
 blocks of rows in turn. Every element has one writer and is summed in an order that depends on
 shapes and offsets alone.
-
-O: width of a row.
 """
 
 import functools

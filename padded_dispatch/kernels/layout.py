@@ -7,8 +7,6 @@
     top  = base + n
 
 All of it stays on the device. `padded_dispatch.experts.plain` has the rule in plain torch.
-
-Letters: L local experts, S sources, N the most rows of a pass.
 """
 
 from dataclasses import dataclass

@@ -7,8 +7,7 @@ no atomics. Which rows a kernel touches is decided on the device; grids follow s
 `spread_rows` reads each token once and writes all its rows; rows without room leave zeros at home.
 `sum_rows` is the transpose. Numbers beside rows travel by `take`.
 
-Letters: S sources of P slots, K choices of a token, D columns, L local experts, N rows; `..._M`:
-stored, row n of the store; `..._N`: loose, whose row 0 is the first row of the pass.
+`..._M`: stored, row n of the store; `..._N`: loose, whose row 0 is the first row of the pass.
 """
 
 import functools

@@ -2,8 +2,6 @@
 
 `kernels.Scaled` says what a scale is; `padded_dispatch.experts.scaled` has the rule in plain torch.
 Rows are quantized where they are made: by `rows.spread_rows` and `activation.activate`.
-
-O and I: width of an output and an input row of a linear. L: experts.
 """
 
 import triton

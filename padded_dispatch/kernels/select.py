@@ -15,8 +15,6 @@ lie in the cache of the program's multiprocessor. Each element has one writer, s
 atomics. Grids depend on shapes alone.
 
 Memory while it runs: the size of a score for each element of the map.
-
-T tokens, E experts, C slots of a cell.
 """
 
 import torch

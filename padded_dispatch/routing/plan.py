@@ -3,8 +3,6 @@
 It is all that a receiver needs to know about the tokens of a source. A token's experts are in
 ascending order, which is the order of every sum over them. Plain torch runs on CPUs and is the
 specification; on CUDA tensors kernels give the same bits.
-
-Letters: T tokens, K experts per token, E experts.
 """
 
 from dataclasses import dataclass

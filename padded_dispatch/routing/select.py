@@ -13,8 +13,6 @@ whether a token keeps its slot also depends on later tokens. Selection goes by t
 `probs > 0`: a routed token may have probability zero.
 
 Plain torch runs on CPUs and is the specification; on CUDA tensors a kernel gives the same bits.
-
-Letters: T tokens, E experts, C slots of a cell.
 """
 
 from dataclasses import dataclass
