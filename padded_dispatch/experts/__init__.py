@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from padded_dispatch.counters import Counters
@@ -35,19 +34,17 @@ class Sums:
     Attributes:
         sums_LOI: fp32, or in the dtype of the weight.
         spare_LOI: what autograd gets as the gradient: memory of the weight's shape and dtype that
-            is never written; layers may share it. None makes new memory.
+            is never written; layers may share it.
         zeroed: int32 [2]; unless the first is 0, the next gradient is stored, not added, because
-            the sums are zeros, and it becomes 0. The second is scratch. None always adds.
+            the sums are zeros, and it becomes 0. The second is scratch.
     """
 
     sums_LOI: Tensor
-    spare_LOI: Tensor | None = None
-    zeroed: Tensor | None = None
+    spare_LOI: Tensor
+    zeroed: Tensor
 
-    def unspecified(self, dtype: torch.dtype) -> Tensor:
+    def unspecified(self) -> Tensor:
         """Return what autograd gets for a weight whose gradient was added."""
-        if self.spare_LOI is None:
-            return torch.empty_like(self.sums_LOI, dtype=dtype)
         # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
         return self.spare_LOI.detach()
 

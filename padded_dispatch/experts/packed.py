@@ -100,8 +100,7 @@ class _Pass(torch.autograd.Function):
         )
         forms = weights.scaled
         given = scaled_ND or buffers.rows_MD, fc1_LGD if forms is None else forms.fc1_LGD, segments
-        to = {"out": buffers.fc1_MG, "out_stored": True}
-        gemm.rows_times_weights(*given, stored=scaled_ND is None, **to)
+        gemm.rows_times_weights(*given, stored=scaled_ND is None, out=buffers.fc1_MG)
         del scaled_ND
         given = buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments
         scaled_NF = _empty_scaled(weights, room.most, fc2_LDF.shape[2])
@@ -193,7 +192,7 @@ def _weight_gradient(
     """Return a weight's gradient, or add it to the sums and return unspecified memory."""
     to = () if sums is None else (sums.sums_LOI, sums.zeroed)
     product_LOI = gemm.weight_gradients(grad, rows_NI, segments, *to, stored=stored)
-    return product_LOI if sums is None else sums.unspecified(rows_NI.dtype)
+    return product_LOI if sums is None else sums.unspecified()
 
 
 def _give_back(of_fc1: Callable[[], Tensor] | None, room: Room, found: layout.Offsets) -> Any:

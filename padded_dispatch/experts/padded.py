@@ -35,13 +35,11 @@ class ExpertInput:
         probs_N: at least fp32, their probabilities, with which the experts must scale what they
             return; exactly 0 in padded rows.
         count_SL: int32, real rows of each source for each local expert.
-        capacity: C.
     """
 
     rows_ND: Tensor
     probs_N: Tensor
     count_SL: Tensor
-    capacity: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +101,7 @@ def dispatch(
         choices = arrived.expert_SPK, arrived.place_SPK
         row_SPK = rows_of_choices(*choices, cells.offsets, level, num_experts)
         rows_ND, probs_N = _to_cells(arrived, row_SPK, cells.num_rows)
-    given = ExpertInput(rows_ND=rows_ND, probs_N=probs_N, count_SL=count_SL, capacity=capacity)
+    given = ExpertInput(rows_ND=rows_ND, probs_N=probs_N, count_SL=count_SL)
     sent = Sent(
         wire=cast(CollectiveWire, wire),
         cells=cells,

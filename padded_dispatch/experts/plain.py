@@ -204,12 +204,12 @@ def _deliver(grad_LOI: Tensor, sums: Sums | None, dtype: torch.dtype) -> Tensor:
     """Return the gradient of a weight, or add it to its sums and return unspecified memory."""
     if sums is None:
         return grad_LOI.to(dtype)
-    if sums.zeroed is not None and sums.zeroed[0]:
+    if sums.zeroed[0]:
         sums.sums_LOI.copy_(grad_LOI)
         sums.zeroed.zero_()
     else:
         sums.sums_LOI.add_(grad_LOI)
-    return sums.unspecified(dtype)
+    return sums.unspecified()
 
 
 class _Release(torch.autograd.Function):

@@ -71,7 +71,6 @@ def rows_times_weights(
     *,
     stored: bool,
     out: Tensor | None = None,
-    out_stored: bool = False,
     at_M: Tensor | None = None,
     bias_LO: Tensor | None = None,
     prob_M: Tensor | None = None,
@@ -84,8 +83,8 @@ def rows_times_weights(
             multiple of 8. Scaled with scaled rows, and contiguous.
         segments: with the table of `row_tiles`.
         stored: whether `rows` are stored, or loose.
-        out: contiguous, in the dtype of the rows, as wide as O; None makes a loose one of N rows.
-        out_stored: whether `out` is stored, or loose.
+        out: stored, contiguous, in the dtype of the rows, as wide as O; None makes a loose one of N
+            rows.
         at_M: stored int64; each row goes to its address, a multiple of 16, and not to `out`: on
             this GPU or on one that it can access.
         bias_LO: contiguous, same dtype; adds `prob * bias[l]` to the rounded product.
@@ -108,8 +107,8 @@ def rows_times_weights(
         rows, weight_LOI = rows.values, weight_LOI.values
     assert isinstance(weight_LOI, Tensor)
     width_out, width_in = weight_LOI.shape[1:]
+    out_stored = out is not None
     if out is None and at_M is None:
-        assert not out_stored
         out = rows.new_empty(segments.num_rows, width_out, dtype=dtype)
     # A descriptor needs the contiguous dimension last.
     transposed = not weight_LOI.is_contiguous()
@@ -372,23 +371,22 @@ def weight_gradients(
         segments: where the rows of each expert lie; without tiles.
         sums_LOI: contiguous, in fp32 or the dtype of the rows; None makes a result in the latter.
             Either is rounded once.
-        zeroed: int32 [2], with sums: unless the first is 0, products are stored, whatever the sums
-            hold, and it becomes 0; the second is scratch. None adds.
+        zeroed: int32 [2], required with sums: unless the first is 0, products are stored, whatever
+            the sums hold, and it becomes 0; the second is scratch.
         stored: whether `grad` and `rows` are stored, or loose.
 
     Returns:
         The sums or the result, [L, O, I].
 
     Example: the loose `grad = [[1], [2], [3]]` and `rows = [[1], [10], [100]]`, with `offsets = [7,
-    9, 9, 10]` of three experts, give `[[[21]], [[0]], [[300]]]`. Sums of ones become `[[[22]],
-    [[1]], [[301]]]`, and with `zeroed = [1, 0]` the products.
+    9, 9, 10]` of three experts, give `[[[21]], [[0]], [[300]]]`. With `zeroed = [0, 0]` sums of
+    ones become `[[[22]], [[1]], [[301]]]`, and with `[1, 0]` the products.
     """
     num_experts, width_out, width_in = segments.num_experts, grad.shape[1], rows.shape[1]
     out_LOI = rows.new_empty(num_experts, width_out, width_in) if sums_LOI is None else sums_LOI
     tiles = gradient_tiles(segments.num_expected, num_experts, sums_LOI is not None)
     half = [1, tiles.rows, tiles.columns // 2]
-    launches = [False] if sums_LOI is None else [True] if zeroed is None else [False, True]
-    for adds in launches:
+    for adds in [False] if sums_LOI is None else [False, True]:
         _weight_gradients_kernel[(tiles.programs * multiprocessors(rows.device),)](
             _packed(grad, tiles.inner, tiles.rows),
             _packed(rows, tiles.inner, tiles.columns),

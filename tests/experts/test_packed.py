@@ -95,8 +95,9 @@ class Model:
             for linear, suffix in (("fc1", "LGD"), ("fc2", "LDF")):
                 if case.sums:
                     ones = torch.ones_like(given[f"{linear}_{suffix}"], requires_grad=False)
+                    spare = torch.empty_like(ones)
                     zeroed = torch.zeros(2, dtype=torch.int32)
-                    given[f"{linear}_sums"] = Sums(sums_LOI=ones, zeroed=zeroed)
+                    given[f"{linear}_sums"] = Sums(sums_LOI=ones, spare_LOI=spare, zeroed=zeroed)
                 if case.delayed:
                     given[f"{linear}_delayed"] = Delayed()
             if case.scaled:

@@ -302,7 +302,7 @@ def _check_input(case: Case, layer: int, source: int, given: ExpertInput) -> Non
     rows_STE = rows_on_the_wire(case, case.layers[layer])
     count_SL = reference.counts(rows_STE, rank, config.num_ranks)
     assert given.count_SL.dtype == torch.int32 and given.count_SL.tolist() == count_SL.tolist()
-    capacity = given.capacity
+    capacity = len(given.rows_ND) // given.count_SL.numel()
     if config.fits:
         assert capacity - max(1, count_SL.max()) in range(config.alignment)
         assert capacity * config.num_sources % config.alignment == 0
@@ -321,7 +321,7 @@ def _check_input(case: Case, layer: int, source: int, given: ExpertInput) -> Non
 def padded_experts(given: ExpertInput, weights: ExpertWeights, activation: Activation) -> Tensor:
     """Compute experts that read padded rows, and leave NaN in their output and gradients."""
     num_sources, num_experts = given.count_SL.shape
-    c_C = torch.arange(given.capacity)
+    c_C = torch.arange(len(given.rows_ND) // given.count_SL.numel())
     is_real_N = (c_C < given.count_SL.T.reshape(num_experts, num_sources, 1)).flatten()
     rows_ND = _Poison.apply(given.rows_ND, is_real_N, False)
     probs_N = _Poison.apply(given.probs_N, is_real_N, False)
