@@ -91,7 +91,8 @@ class DispatchConfig:
         etp_size: ranks that split every expert's ffn between them (expert tensor parallel).
 
     Raises:
-        ValueError: names the field, its value and what to change.
+        ValueError: names the field, its value and what to change. `capacity`, `rows` and
+            `wire_slots` raise for T = 0, the first two for `FIT`.
     """
 
     num_experts: int
@@ -161,9 +162,6 @@ class DispatchConfig:
         of `megatron.core.transformer.moe.moe_utils.get_capacity`, so both round alike.
 
         Example: T=4096, K=8, E=128, factor 1.25 gives C = 320.
-
-        Raises:
-            ValueError: if T = 0, and if the factor is `FIT`.
         """
         require_tokens(num_tokens)
         wanted = (num_tokens * self.top_k / self.num_experts) * self._factor
@@ -185,9 +183,6 @@ class DispatchConfig:
         A store adds them up over its layers; in its sum any layer can use what others do not need.
 
         Example: T=4096, K=8, E=128, R=8, factor 1.25 gives 40,960 rows, in a store and in cells.
-
-        Raises:
-            ValueError: if T = 0, and if the factor is `FIT`.
         """
         require_tokens(num_tokens)
         most, factor = self.most_rows(num_tokens), self._factor
@@ -200,9 +195,6 @@ class DispatchConfig:
         """Return the tokens that a source can send to one rank over collectives (P).
 
         It is T where nothing may be dropped, otherwise at most as many as cells have slots.
-
-        Raises:
-            ValueError: if T = 0.
         """
         require_tokens(num_tokens)
         if self.fits:

@@ -101,7 +101,6 @@ class PaddedDispatcher:
         map_TE: Tensor,
         weights: ExpertWeights,
         activation: Activation,
-        mask_T: Tensor | None = None,
     ) -> Tensor:
         """Compute the experts of every token: `sum of prob * (fc2(f(fc1(token))) + bias)`, [T, D].
 
@@ -110,16 +109,16 @@ class PaddedDispatcher:
         Args:
             tokens_TD: floating point [T, D], T the same on every rank; bf16 on CUDA devices.
             probs_TE: floating point [T, E], the router's weights.
-            map_TE: bool [T, E], which experts each token asked for, at most K each.
+            map_TE: bool [T, E], which experts each token asked for, at most K each; padding tokens
+                have none.
             weights: of this rank's experts, in the dtype of the tokens.
             activation: between fc1 and fc2.
-            mask_T: bool [T], True for padding tokens, which have no rows.
 
         Raises:
             ValueError: the same on all ranks, when their shapes or rules differ or T is 0.
             AbsentRanksError: on all ranks that wait, when one does not come.
         """
-        _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, mask_T, packed=True)
+        _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, packed=True)
         call = Call(wire=wire, take_room=self._rooms(len(tokens_TD)))
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
 
@@ -130,15 +129,13 @@ class PaddedDispatcher:
             return partial(scratch, self.config, num_tokens)
         return partial(self.store.take, [self._number], num_tokens)
 
-    def dispatch(
-        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, mask_T: Tensor | None = None
-    ) -> Dispatched:
+    def dispatch(self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor) -> Dispatched:
         """Send rows to experts that read padded cells; the arguments and errors are those of `run`.
 
         Tokens may be of any floating point dtype on any device.
         """
         config = self.config
-        selection, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, mask_T, packed=False)
+        selection, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, packed=False)
         given, sent = padded.dispatch(
             tokens_TD,
             prob_TK,
@@ -156,13 +153,7 @@ class PaddedDispatcher:
         return padded.combine(out_ND, dispatched.sent)
 
     def _begin(
-        self,
-        tokens_TD: Tensor,
-        probs_TE: Tensor,
-        map_TE: Tensor,
-        mask_T: Tensor | None,
-        *,
-        packed: bool,
+        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, *, packed: bool
     ) -> tuple[Selection, Tensor, Wire]:
         """Return what a pass keeps at the source, its choices' probabilities, and its exchange."""
         config = self.config
@@ -189,7 +180,6 @@ class PaddedDispatcher:
             probs_TE,
             capacity=config.capacity(num_tokens) if in_cells else num_tokens,
             policy=config.policy,
-            mask_T=mask_T,
         )
         num_slots = config.wire_slots(num_tokens)
         kept_TE, _ = exchange.strike(selection.kept_TE, selection.probs_TE, num_slots)

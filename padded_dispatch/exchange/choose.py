@@ -85,8 +85,7 @@ def agree_on_shapes(
             the largest T: see `Agreement.largest`.
         **shapes: as `rules`, of values that a CUDA graph captures.
 
-    Raises:
-        ValueError, AbsentRanksError: on all ranks; see `Agreement.check`.
+    Raises as `Agreement.check` does, on all ranks.
     """
     num_tokens, hidden_size = tokens_TD.shape
     agreement.check(

@@ -31,8 +31,8 @@ class Selection:
     Attributes:
         kept_TE: bool, at most C rows in a column. What was asked for, itself, where C is at least
             T.
-        probs_TE: the router's dtype, exactly 0 where not kept; the router's own, itself, where
-            `kept_TE` is its own map. The only field with a gradient.
+        probs_TE: the router's dtype, exactly 0 where not kept; the router's own, itself, where C is
+            at least T. The only field with a gradient.
         demand_E: int32, rows asked for per expert, before dropping; None where C is at least T.
         capacity: slots of a cell (C).
     """
@@ -50,31 +50,27 @@ def select(
     *,
     capacity: int,
     policy: Policy = "probs",
-    mask_T: Tensor | None = None,
 ) -> Selection:
     """Cut a routing map down to the rows for which there are slots.
 
     Args:
-        map_TE: bool [T, E], what the router asked for; any number of experts per token.
+        map_TE: bool [T, E], what the router asked for; any number of experts per token, none for
+            padding tokens.
         probs_TE: floating point [T, E].
         capacity: slots of a cell (C). From T on nothing is selected, and no selection kernel runs.
         policy: see the module's docstring.
-        mask_T: bool [T], True for padding tokens. They take no slot and are not demand.
 
     Raises:
         ValueError: if the policy is unknown.
     """
     require(policy in POLICIES, "policy", policy, f"be one of {', '.join(POLICIES)}")
-    asked_TE = map_TE if mask_T is None else map_TE & ~mask_T[:, None]
-    if capacity >= len(map_TE):
-        kept_TE, demand_E = asked_TE, None
-    elif map_TE.is_cuda:
-        from padded_dispatch.kernels import select as kernels
+    kept_TE, demand_E = map_TE, None
+    if capacity < len(map_TE):
+        kept_map = kept_map_in_torch
+        if map_TE.is_cuda:
+            from padded_dispatch.kernels.select import kept_map
 
-        kept_TE, demand_E = kernels.kept_map(asked_TE, probs_TE.detach(), capacity, policy)
-    else:
-        kept_TE, demand_E = kept_map_in_torch(asked_TE, probs_TE.detach(), capacity, policy)
-    if kept_TE is not map_TE:
+        kept_TE, demand_E = kept_map(map_TE, probs_TE.detach(), capacity, policy)
         probs_TE = torch.where(kept_TE, probs_TE, 0)
     return Selection(kept_TE=kept_TE, probs_TE=probs_TE, demand_E=demand_E, capacity=capacity)
 
@@ -84,8 +80,7 @@ def kept_map_in_torch(
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of `asked_TE` that keep a slot, bool [T, E], and the demand, int32 [E].
 
-    `asked_TE` is the map without padding tokens. Probabilities are finite where asked, and read by
-    "probs" only.
+    Probabilities are finite where asked, and read by "probs" only.
 
     Example: column `asked = [1, 1, 0, 1]`, `probs = [.2, .5, .9, .5]`, C = 2 keeps tokens 1 and 3
     under "probs" and tokens 0 and 1 under "position"; with C = 1 it keeps 1 and 0.

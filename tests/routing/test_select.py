@@ -18,13 +18,13 @@ POLICIES = pytest.mark.parametrize("policy", ALL_POLICIES)
 @given(case=routing_cases())
 def test_select_is_the_reference(policy, case: RoutingCase):
     given = dict(capacity=case.capacity, policy=policy)
-    map_TE, probs_TE, mask_T = case.tensors()
-    selection = select(map_TE, probs_TE, mask_T=mask_T, **given)
-    expected = reference.select(case.map_TE, case.probs_TE, mask_T=case.mask_T, **given)
+    map_TE, probs_TE = case.tensors()
+    selection = select(map_TE, probs_TE, **given)
+    expected = reference.select(case.map_TE, case.probs_TE, **given)
     assert_same(selection.kept_TE, expected.kept_TE)
     if case.capacity < len(map_TE):
         assert_same(selection.demand_E, expected.demand_E)
-    same = case.mask_T is None and case.capacity >= len(map_TE)
+    same = case.capacity >= len(map_TE)
     assert_same(selection.probs_TE, case.probs_TE if same else expected.probs_TE)
     assert selection.capacity == case.capacity
 
@@ -32,13 +32,13 @@ def test_select_is_the_reference(policy, case: RoutingCase):
 @POLICIES
 @given(case=routing_cases())
 def test_the_gradient_reaches_what_was_kept(policy, case: RoutingCase):
-    map_TE, probs_TE, mask_T = case.tensors()
+    map_TE, probs_TE = case.tensors()
     probs_TE.requires_grad_()
-    selection = select(map_TE, probs_TE, capacity=case.capacity, policy=policy, mask_T=mask_T)
+    selection = select(map_TE, probs_TE, capacity=case.capacity, policy=policy)
     grad_TE = np.arange(1.0, map_TE.numel() + 1).reshape(map_TE.shape)
     selection.probs_TE.backward(torch.from_numpy(grad_TE))
     assert probs_TE.grad is not None
-    same = mask_T is None and case.capacity >= len(map_TE)
+    same = case.capacity >= len(map_TE)
     expected_TE = np.where(selection.kept_TE, grad_TE, np.zeros_like(grad_TE))
     assert_same(probs_TE.grad, grad_TE if same else expected_TE)
 

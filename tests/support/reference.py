@@ -56,23 +56,19 @@ def select(
     *,
     capacity: int,
     policy: str,
-    mask_T: NDArray | None = None,
 ) -> Selection:
     """Keep at most C rows of each expert: the first ones in the policy's order."""
-    asked_TE = map_TE.copy()
-    if mask_T is not None:
-        asked_TE[mask_T] = False
-    kept_TE = np.zeros_like(asked_TE)
-    for e in range(asked_TE.shape[1]):
+    kept_TE = np.zeros_like(map_TE)
+    for e in range(map_TE.shape[1]):
         rows = [
-            (-probs_TE[t, e] if policy == "probs" else 0, t) for t in np.flatnonzero(asked_TE[:, e])
+            (-probs_TE[t, e] if policy == "probs" else 0, t) for t in np.flatnonzero(map_TE[:, e])
         ]
         for _, t in sorted(rows)[:capacity]:
             kept_TE[t, e] = True
     return Selection(
         kept_TE=kept_TE,
         probs_TE=np.where(kept_TE, probs_TE, np.zeros_like(probs_TE)),
-        demand_E=asked_TE.sum(0, dtype=np.int32),
+        demand_E=map_TE.sum(0, dtype=np.int32),
     )
 
 

@@ -51,14 +51,12 @@ class RoutingCase:
 
     map_TE: np.ndarray
     probs_TE: np.ndarray
-    mask_T: np.ndarray | None
     top_k: int
     capacity: int
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return map, probabilities and mask for the code under test."""
-        mask_T = None if self.mask_T is None else torch.from_numpy(self.mask_T)
-        return torch.from_numpy(self.map_TE), torch.from_numpy(self.probs_TE), mask_T
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return map and probabilities for the code under test."""
+        return torch.from_numpy(self.map_TE), torch.from_numpy(self.probs_TE)
 
 
 @st.composite
@@ -72,7 +70,6 @@ def routing_cases(draw: st.DrawFn) -> RoutingCase:
     return RoutingCase(
         map_TE=draw(arrays(bool, shape)),
         probs_TE=draw(arrays(np.float64, shape, elements=probs)),
-        mask_T=draw(st.none() | arrays(bool, num_tokens)),
         top_k=draw(st.integers(1, num_experts)),
         capacity=draw(st.integers(1, num_tokens + 2)),
     )

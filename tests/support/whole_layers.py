@@ -34,7 +34,6 @@ class Layer:
 
     map_STE: NDArray
     probs_STE: NDArray
-    mask_ST: NDArray
     weights: Arrays
 
 
@@ -86,16 +85,15 @@ def make_case(
 
     def layer(routing: str) -> Layer:
         maps = [_map(config, routing, s, num_tokens, seed + s) for s in range(sources)]
-        mask_ST = np.zeros((sources, num_tokens), bool)
+        map_STE = np.stack(maps)
         if routing == "masked":
-            mask_ST = generator.random(mask_ST.shape) < 0.3
-            mask_ST[0] = True
+            map_STE[generator.random((sources, num_tokens)) < 0.3] = False
+            map_STE[0] = False
         # Eighths have many ties.
         probs = generator.integers(0, 9, (sources, num_tokens, config.num_experts)) / 8
         return Layer(
-            map_STE=np.stack(maps),
+            map_STE=map_STE,
             probs_STE=probs,
-            mask_ST=mask_ST,
             weights={
                 name: generator.normal(size=(shards, config.num_experts, *shape)) / shape[-1] ** 0.5
                 for name, shape in shapes.items()
@@ -149,9 +147,9 @@ def rows_on_the_wire(case: Case, layer: Layer) -> NDArray:
     config, sizes = case.config, Sizes(case.config, case.tokens_STD.shape[1])
     cells = config.capacity_pool == "expert" and sizes.drops
     rows = []
-    for map_TE, probs_TE, mask_T in zip(layer.map_STE, layer.probs_STE, layer.mask_ST, strict=True):
+    for map_TE, probs_TE in zip(layer.map_STE, layer.probs_STE, strict=True):
         capacity = sizes.capacity if cells else len(map_TE)
-        given = dict(capacity=capacity, policy=config.policy, mask_T=mask_T)
+        given = dict(capacity=capacity, policy=config.policy)
         kept_TE = reference.select(map_TE, probs_TE, **given).kept_TE
         wire = dict(num_slots=sizes.slots, num_ranks=config.num_ranks, policy=config.policy)
         rows.append(reference.strike(kept_TE, probs_TE, **wire))
@@ -220,7 +218,6 @@ class OneRank:
         self.tokens_TD = leaf(case.tokens_STD[self.source])
         self.probs_YTE = [leaf(layer.probs_STE[self.source]) for layer in case.layers]
         self.maps_YTE = [torch.from_numpy(layer.map_STE[self.source]) for layer in case.layers]
-        self.masks_YT = [torch.from_numpy(layer.mask_ST[self.source]) for layer in case.layers]
         self.weights_Y = [
             ExpertWeights(
                 **{
@@ -353,10 +350,9 @@ class Model:
     def layer(self, rank: OneRank, layer: int, tokens_TD: Tensor) -> Tensor:
         dispatcher, weights = self.dispatchers[layer], rank.weights_Y[layer]
         given = tokens_TD, rank.probs_YTE[layer], rank.maps_YTE[layer]
-        mask_T = rank.masks_YT[layer]
         if self.pool != "padded":
-            return dispatcher.run(*given, weights, self.case.activation, mask_T)
-        sent = dispatcher.dispatch(*given, mask_T)
+            return dispatcher.run(*given, weights, self.case.activation)
+        sent = dispatcher.dispatch(*given)
         _check_input(self.case, layer, rank.source, sent.expert_input)
         out_ND = padded_experts(sent.expert_input, weights, self.case.activation)
         return dispatcher.combine(out_ND, sent)
