@@ -13,11 +13,6 @@ from padded_dispatch.bench.cases import CONTENDERS, MODELS, README_FLAGS, SKEWS,
 from padded_dispatch.utils.flags import Parser
 
 
-def read_bench(argv: list[str]) -> argparse.Namespace:
-    """Return the flags of `padded-dispatch bench`."""
-    return _parser().parse_args(argv)
-
-
 def with_defaults(given: argparse.Namespace) -> argparse.Namespace:
     """Return the flags with the machine's defaults, and `workers`; this imports torch."""
     import torch
@@ -43,7 +38,8 @@ def with_defaults(given: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**vars(given) | defaults | known, workers=workers)
 
 
-def _parser() -> argparse.ArgumentParser:
+def read_bench(argv: list[str]) -> argparse.Namespace:
+    """Return the flags of `padded-dispatch bench`."""
     parser = Parser(
         prog="padded-dispatch bench",
         usage="padded-dispatch bench [FLAGS]",
@@ -122,4 +118,4 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, help="results file to write; each row is added when measured"
     )
     kept.add_argument("--commit", help="commit of the code, for the results")
-    return parser
+    return parser.parse_args(argv)

@@ -6,8 +6,6 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -121,12 +119,18 @@ def work(settings: argparse.Namespace) -> bool:
     rows = []
     with world(settings.device) as device:
         install()
+        # Ranks beyond `ep` hold replicas.
         for ep, cases in itertools.groupby(settings.cases, key=lambda case: case.ep):
-            with _expert_parallel(ep):
-                for case in cases:
-                    rows.append(measure(case, settings, device))
-                    if dist.get_rank() == 0:
-                        _report(rows[-1], settings, run)
+            parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
+            for case in cases:
+                rows.append(measure(case, settings, device))
+                if dist.get_rank() != 0:
+                    continue
+                if settings.out is not None:
+                    append_run(settings.out, run, rows[-1:])
+                sys.stdout.write(line(rows[-1]) + "\n")
+                sys.stdout.flush()
+            parallel_state.destroy_model_parallel()
         if dist.get_rank() == 0:
             sys.stdout.write(f"\n{table(rows)}\n")
             if settings.readme:
@@ -233,18 +237,3 @@ def _kept(case: Case, layer: RoutedLayer, passes: Passes, demand_BSE: Tensor) ->
 
 def _group() -> Any:
     return parallel_state.get_expert_model_parallel_group()
-
-
-def _report(row: dict[str, Any], settings: argparse.Namespace, run: dict[str, Any]) -> None:
-    if settings.out is not None:
-        append_run(settings.out, run, [row])
-    sys.stdout.write(line(row) + "\n")
-    sys.stdout.flush()
-
-
-@contextmanager
-def _expert_parallel(ep: int) -> Iterator[None]:
-    """Make Megatron's process groups; ranks beyond `ep` hold replicas."""
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
-    yield
-    parallel_state.destroy_model_parallel()

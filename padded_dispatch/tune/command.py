@@ -3,6 +3,7 @@
 import argparse
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from padded_dispatch.config import require
@@ -65,7 +66,16 @@ def main(argv: list[str]) -> int:
 def _tune(given: argparse.Namespace) -> int:
     # All that can be checked before the work is checked here.
     target = Target(drop=given.drop, steps_share=given.steps_share)
-    _check_flags(given)
+    for path in given.traces:
+        if not path.exists():
+            raise ValueError(
+                f"TRACE must be a trace or a folder of traces, got {str(path)!r}, which does not "
+                "exist; record one with padded-dispatch train --trace, or correct the path"
+            )
+    rule, fix = "be a file", "add a name"
+    require(not given.report.is_dir(), "--report", str(given.report), rule, fix)
+    if (given.hidden_size is None) != (given.ffn_size is None):
+        raise ValueError("--hidden-size and --ffn-size must be given together, got one; give both")
     require_folder("--report", given.report.parent)
     sizes = None
     if given.hidden_size is not None:
@@ -88,27 +98,13 @@ def _tune(given: argparse.Namespace) -> int:
     )
     sys.stdout.write(f"{report.summary(found, given.report)}\n")
     svgs = {}
-    if plots.has_matplotlib():
+    if find_spec("matplotlib"):
         svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
     else:
         sys.stdout.write(f"\n{given.report} has no figures; for them, {plots.REMEDY}.\n")
     given.report.parent.mkdir(parents=True, exist_ok=True)
     given.report.write_text(report.html(found, svgs))
     return 0
-
-
-def _check_flags(given: argparse.Namespace) -> None:
-    """Raise for flags that are wrong by themselves or do not go together."""
-    for path in given.traces:
-        if not path.exists():
-            raise ValueError(
-                f"TRACE must be a trace or a folder of traces, got {str(path)!r}, which does not "
-                "exist; record one with padded-dispatch train --trace, or correct the path"
-            )
-    rule, fix = "be a file", "add a name"
-    require(not given.report.is_dir(), "--report", str(given.report), rule, fix)
-    if (given.hidden_size is None) != (given.ffn_size is None):
-        raise ValueError("--hidden-size and --ffn-size must be given together, got one; give both")
 
 
 def _load(given: argparse.Namespace) -> Trace:

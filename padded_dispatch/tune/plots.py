@@ -7,7 +7,6 @@ or width as well. Matplotlib is imported when a figure is drawn: it comes with t
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,11 +36,6 @@ _STYLE: Any = {
 _LEAST = 1e-6  # The smallest share on an axis: one row in a million.
 
 REMEDY = "run pip install 'matplotlib>=3.9,<4'"
-
-
-def has_matplotlib() -> bool:
-    """Return whether figures can be drawn."""
-    return find_spec("matplotlib") is not None
 
 
 def figures(study: Study) -> dict[str, "Figure"]:

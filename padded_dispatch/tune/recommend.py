@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import CapacityPool, Policy, require
+from padded_dispatch.config import CapacityPool, require
 from padded_dispatch.tune.cost import LayerSizes, balanced_drop, kept_bytes
 from padded_dispatch.tune.demand import Demand
 from padded_dispatch.tune.replay import POOLS, Replay, replay
@@ -279,12 +279,9 @@ def study(
     target: Target,
     *,
     name: str,
-    factors: Sequence[float] | None = None,
     pools: Sequence[CapacityPool] = POOLS,
-    etp: int = 1,
-    store_layers: int | None = None,
-    strikes: Policy | None = None,
     sizes: LayerSizes | None = None,
+    **given: Any,
 ) -> Study:
     """Replay the demand with each kind of pool, and recommend one.
 
@@ -295,20 +292,14 @@ def study(
         demand: of training.
         target: what to keep.
         name: of the trace, for titles.
-        factors: see `replay`.
         pools: kinds to compare, "expert" first.
-        etp: see `replay`.
-        store_layers: see `replay`.
-        strikes: see `replay`.
         sizes: of the layer, for costs.
+        given: further arguments of `replay`.
 
     Raises:
         ValueError: names the argument, its value and what to change.
     """
-    given = {"etp": etp, "store_layers": store_layers, "strikes": strikes}
-    answers = {
-        pool: recommend(replay(demand, factors, pool=pool, **given), target) for pool in pools
-    }
+    answers = {pool: recommend(replay(demand, pool=pool, **given), target) for pool in pools}
     chosen = min(answers.values(), key=lambda answer: answer.overall.factor)
     return Study(
         name=name,

@@ -92,7 +92,8 @@ def replay(
     require(pool in POOLS, "pool", pool, f"be one of {', '.join(POOLS)}")
     num_layers = len(demand.layers)
     store_layers = num_layers if store_layers is None else store_layers
-    require(store_layers >= 1, "store_layers", store_layers, "be at least 1")
+    rule = f"be from 1 to the trace's {num_layers} layers"
+    require(1 <= store_layers <= num_layers, "store_layers", store_layers, rule)
     trace, config = demand.trace, _config(demand, 1.0, pool, etp)
     require(strikes is None or trace, "strikes", strikes, "be None for counts without a trace")
     if pool == "expert" or config.num_ranks == 1:
@@ -116,7 +117,7 @@ def replay(
         counts, num_slots = demand.counts, config.wire_slots(demand.num_tokens)
         if strikes and trace and num_slots < demand.num_tokens:
             counts = strike(trace, num_slots, config.num_ranks, strikes)
-        room.append(config.rows(demand.num_tokens) * min(store_layers, num_layers))
+        room.append(config.rows(demand.num_tokens) * store_layers)
         cells = _cells(counts, config)
         stacked = [_stack(cells[:, stack], config, demand.num_tokens) for stack in stacks]
         kept.append(np.concatenate(stacked, axis=1))

@@ -63,7 +63,7 @@ def test_etp_and_the_first_step(tune, tmp_path):
 def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path):
     """As after the first block of the README's Quick start."""
     save(TRACE, tmp_path / "trace.npy")
-    monkeypatch.setattr("padded_dispatch.tune.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("padded_dispatch.tune.command.find_spec", lambda name: None)
     printed, page = tune("trace.npy")
     last = "tune.html has no figures; for them, run pip install 'matplotlib>=3.9,<4'."
     assert printed.splitlines()[-1] == last
@@ -84,6 +84,10 @@ def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path)
         ("good.npy --ffn-size 8", "--hidden-size and --ffn-size must be given together"),
         ("good.npy --from-step 20", "--from-step must be from 0 to the last, 19, got 20"),
         ("good.npy --from-step -1", "--from-step must be from 0 to the last, 19, got -1"),
+        (
+            "good.npy --store-layers 3",
+            "--store-layers must be from 1 to the trace's 2 layers, got 3",
+        ),
         ("good.npy --hidden-size 8 --ffn-size 0", "--ffn-size must be at least 1"),
     ],
 )
