@@ -217,7 +217,7 @@ def test_grid():
         (dict(factors=[math.nan]), "capacity_factor must .*, got nan"),
         (dict(pool="rank"), "pool must be one of expert, store, got 'rank'"),
         (dict(etp=3), "etp must divide the 2 sources of the trace, got 3; give"),
-        (dict(store_layers=0), "store_layers must be at least 1, got 0"),
+        (dict(store_layers=0), "store_layers must be from 1 to the trace's 1 layers, got 0"),
     ],
 )
 def test_wrong_arguments(arguments, message):
