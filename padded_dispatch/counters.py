@@ -178,10 +178,7 @@ class Snapshot:
     """Counts of several layers over a stretch of time, summed over all sources.
 
     `Counters` explains the counts that are not listed; passes of S sources in one step are S
-    passes. Whole numbers are exact while less than 2**31 rows' worth of probability goes through
-    one layer.
-
-    Properties are float64 [Y], NaN where nothing was counted.
+    passes. Properties are float64 [Y], NaN where nothing was counted.
 
     Attributes:
         layers_Y: numbers of the layers.

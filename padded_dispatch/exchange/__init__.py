@@ -9,13 +9,9 @@ backend). `choose` picks one per layer; `agreement` compares shapes and rules ov
 Letters: see `padded_dispatch.config`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
-
-from padded_dispatch.routing.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,84 +48,3 @@ class Arrived:
     place_SPK: Tensor
     prob_SPK: Tensor
     count_SL: Tensor
-
-
-class Wire(Protocol):
-    """The exchange of one pass of one layer, forward and backward.
-
-    Calls alternate: `open` or `push`, then `home`.
-
-    Attributes:
-        homes_S: int64 on the device, the address at each source of the rows of its choices, [T * K,
-            D]; None where sums go home.
-    """
-
-    homes_S: Tensor | None
-
-    def open(self, tokens_TD: Tensor, prob_TK: Tensor) -> Arrived:
-        """Send tokens and their plan. `prob_TK`: at least fp32."""
-        ...
-
-    def push(self, values_TD: Tensor) -> Values:
-        """Send a row for every token over the same way, without the plan."""
-        ...
-
-    def home(
-        self,
-        product: Callable[[], Tensor],
-        row_SPK: Tensor,
-        offsets: Tensor,
-        beside_N: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute a product on a GPU and bring home its rows, summed for every token.
-
-        A token's rows are added in ascending expert order (of one rank first, where sums travel),
-        in at least fp32. Rows without room count as zero.
-
-        Args:
-            product: sends each row to its address at home; returns them, loose, where sums go home.
-            row_SPK: int32, the row of each choice; -1 where it is no choice of this rank, -2 where
-                it found no room. Rows count from the beginning of the store.
-            offsets: of the pass; the first is its first row.
-            beside_N: loose fp32, a number beside each row; None if nothing travels beside rows.
-
-        Returns:
-            The sums, [T, D], and the numbers, fp32 [T, K]: 0 where a token has no choice, or its
-            row found no room.
-        """
-        ...
-
-
-class Exchange(Protocol):
-    """The exchange of a layer; keeps nothing on `self` but buffers.
-
-    Attributes:
-        kind: for logs.
-    """
-
-    kind: str
-
-    def strike(
-        self, map_TE: Tensor, probs_TE: Tensor, num_slots: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """Cut a map so that no rank gets more than P tokens of this source; before the plan.
-
-        Args:
-            map_TE: bool [T, E].
-            probs_TE: of at least these experts; ties go to the first tokens.
-            num_slots: P.
-
-        Returns:
-            The map, and the rows that it lost, int32 [1]; None if it cannot lose any.
-        """
-        ...
-
-    def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> Wire:
-        """Begin a pass.
-
-        Args:
-            plan: the plan of these tokens.
-            tokens_TD: its shape, dtype and device are read.
-            num_slots: slots of a source on the wire (P) where not every token has one.
-        """
-        ...

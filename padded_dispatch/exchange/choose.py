@@ -14,10 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require, require_tokens
-from padded_dispatch.exchange import Exchange
 from padded_dispatch.exchange.agreement import Agreement, Values
-from padded_dispatch.exchange.collectives import Collectives
-from padded_dispatch.exchange.direct import DirectStores
+from padded_dispatch.exchange.collectives import Collectives, CollectiveWire
+from padded_dispatch.exchange.direct import DirectStores, DirectWire
+
+# The exchange of a layer, and of one pass of it, forward and backward.
+Exchange = Collectives | DirectStores
+Wire = CollectiveWire | DirectWire
 
 
 def choose(

@@ -40,7 +40,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class Collectives:
-    """`Exchange` over equal-split collectives.
+    """The exchange of a layer over equal-split collectives.
 
     Args:
         num_local_experts: experts on this rank (L).
@@ -69,7 +69,15 @@ class Collectives:
     def strike(
         self, map_TE: Tensor, probs_TE: Tensor, num_slots: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Cut a map so that no rank gets more than P tokens of this source; see `Exchange`.
+        """Cut a map so that no rank gets more than P tokens of this source; before the plan.
+
+        Args:
+            map_TE: bool [T, E].
+            probs_TE: of at least these experts; ties go to the first tokens.
+            num_slots: P.
+
+        Returns:
+            The map, and the rows that it lost, int32 [1]; None if it cannot lose any.
 
         Example: R = 2, L = 2, P = 1: of `[[1, 1, 0, 0], [1, 0, 1, 0]]` with the probabilities
         `[[.2, .2, 0, 0], [.3, 0, .4, 0]]`, policy "probs" leaves `[[1, 1, 0, 0], [0, 0, 1, 0]]`.
@@ -93,16 +101,23 @@ class Collectives:
         return kept.flatten(1), struck
 
     def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "CollectiveWire":
-        """Begin a pass; see `Exchange`. No rank may have more than P tokens in the plan."""
+        """Begin a pass.
+
+        Args:
+            plan: of these tokens; no rank has more than P of them in it.
+            tokens_TD: its shape, dtype and device are read.
+            num_slots: P.
+        """
         return CollectiveWire(self, plan, tokens_TD, num_slots)
 
 
 class CollectiveWire:
-    """`Wire` over collectives.
+    """The exchange of one pass. Calls alternate: `open` or `push`, then `home` (or `bring`).
 
-    `open` and `bring` are differentiable; sums that come home have the dtype of the tokens.
+    Sums that come home have the dtype of the tokens.
 
     Attributes:
+        homes_S: None: sums go home.
         splits: whether other ranks compute parts of the same experts.
     """
 
@@ -141,7 +156,7 @@ class CollectiveWire:
 
     @nvtx_range("exchange")
     def open(self, tokens_TD: Tensor, prob_TK: Tensor) -> Arrived:
-        """Send tokens and their plan; see `Wire`."""
+        """Send tokens and their plan. `prob_TK`: at least fp32."""
         if self._exchange.num_sources == 1:
             plan = self._plan
             numbers = [part[None] for part in (plan.expert_TK, plan.place_TK, plan.kept_E)]
@@ -159,7 +174,7 @@ class CollectiveWire:
 
     @nvtx_range("exchange")
     def push(self, values_TD: Tensor) -> Values:
-        """Send a row for every token over the same way; see `Wire`."""
+        """Send a row for every token over the same way, without the plan."""
         return Values(rows_SPD=self.send(values_TD))
 
     @nvtx_range("exchange")
@@ -182,7 +197,22 @@ class CollectiveWire:
         offsets: Tensor,
         beside_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute a product on a GPU and bring home its rows; see `Wire`."""
+        """Compute a product on a GPU and bring home its rows, summed for every token.
+
+        A token's rows are added in ascending expert order (of one rank first, where sums travel),
+        in at least fp32. Rows without room count as zero.
+
+        Args:
+            product: sends each row to its address at home; returns them, loose, where sums go home.
+            row_SPK: int32, the row of each choice; -1 where it is no choice of this rank, -2 where
+                it found no room. Rows count from the beginning of the store.
+            offsets: of the pass; the first is its first row.
+            beside_N: loose fp32, a number beside each row; None if nothing travels beside rows.
+
+        Returns:
+            The sums, [T, D], and the numbers, fp32 [T, K]: 0 where a token has no choice, or its
+            row found no room.
+        """
         from padded_dispatch.kernels import rows
 
         sum_SPD = rows.sum_rows(product(), row_SPK, offsets=offsets, wide=self.splits)

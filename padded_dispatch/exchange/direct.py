@@ -33,7 +33,7 @@ from padded_dispatch.utils.nvtx import nvtx_range
 
 
 class DirectStores:
-    """`Exchange` by direct stores. Creating it is a collective call of the group.
+    """`Collectives` by direct stores. Creating it is a collective call of the group.
 
     Args:
         num_local_experts: experts on this rank (L).
@@ -62,7 +62,7 @@ class DirectStores:
         return map_TE, None
 
     def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "DirectWire":
-        """Begin a pass; see `Exchange`. The first pass with a shape is a collective call.
+        """Begin a pass; the first one with a shape is a collective call.
 
         Every token has a slot, whatever P is. P above T stands for ranks with more tokens.
         """
@@ -81,17 +81,18 @@ class DirectStores:
 
 @dataclass(kw_only=True, eq=False)
 class DirectWire:
-    """`Wire` by direct stores.
+    """`CollectiveWire` by direct stores.
 
     What `open` and `push` return lies in buffers that all layers share: it lasts until `home`.
+    `homes_S`: the address at each source of the rows of its choices, [T * K, D].
     """
 
     plan: Plan
     buffers: Buffers
-    homes_S: Tensor | None
+    homes_S: Tensor
 
     def open(self, tokens_TD: Tensor, prob_TK: Tensor) -> Arrived:
-        """Send tokens and their plan; see `Wire`. Probabilities travel as fp32."""
+        """Send tokens and their plan. Probabilities travel as fp32."""
         plan, buffers = self.plan, self.buffers
         prob_TK = prob_TK.to(torch.float32).contiguous()
         return Arrived(
@@ -106,7 +107,7 @@ class DirectWire:
     def push(
         self, values_TD: Tensor, beside: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> Values:
-        """Send a row for every token over the same way; see `Wire`.
+        """Send a row for every token over the same way.
 
         `beside`: places, probabilities and counts of the plan; None sends rows only.
         """
@@ -134,7 +135,7 @@ class DirectWire:
         offsets: Tensor,
         beside_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute a product whose rows go home, and sum what came; see `Wire`."""
+        """Compute a product whose rows go home, and sum what came: see `CollectiveWire`."""
         from padded_dispatch.kernels import direct, rows
 
         buffers, expert_TK, beside_TK = self.buffers, self.plan.expert_TK, None

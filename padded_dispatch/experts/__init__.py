@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from padded_dispatch.counters import Counters
-from padded_dispatch.exchange import Wire
+from padded_dispatch.exchange.choose import Wire
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import TakeRoom

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from padded_dispatch.exchange import Wire
+from padded_dispatch.exchange.choose import Wire
 from padded_dispatch.experts import Call, ExpertWeights, Sums
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.store import Room

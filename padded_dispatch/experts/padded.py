@@ -18,7 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from padded_dispatch.exchange import Arrived, Wire
+from padded_dispatch.exchange import Arrived
+from padded_dispatch.exchange.choose import Wire
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts.plain import add, rows_of_choices, take
 from padded_dispatch.kernels import Segments

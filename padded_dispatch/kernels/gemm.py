@@ -42,23 +42,14 @@ _FEW_ROWS = 384  # Of an expert, between the 256 and 512 that were measured.
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Launch parameters of a product; the defaults are the fastest on an H200.
+    """Launch parameters of a product; the defaults are the fastest on an H200."""
 
-    Attributes:
-        rows: rows of a tile of the result.
-        columns: columns of a tile of the result.
-        inner: elements of the inner dimension that are read at a time.
-        stages: tiles of the operands that are read ahead.
-        warps: warps of a program.
-        programs: programs on a multiprocessor, of gradients of weights.
-    """
-
-    rows: int = 128
+    rows: int = 128  # of a tile of the result, as columns
     columns: int = 256
-    inner: int = 64
-    stages: int = 4
+    inner: int = 64  # elements of the inner dimension that are read at a time
+    stages: int = 4  # tiles of the operands that are read ahead
     warps: int = 8
-    programs: int = 1
+    programs: int = 1  # on a multiprocessor, of gradients of weights
 
 
 _TILES = Tiles()

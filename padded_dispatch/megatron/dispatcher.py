@@ -33,9 +33,8 @@ from torch import Tensor
 
 from padded_dispatch.config import NO_DROP, DispatchConfig, require
 from padded_dispatch.counters import Counters
-from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import choose
+from padded_dispatch.exchange.choose import Wire, choose
 from padded_dispatch.experts import Call, padded
 from padded_dispatch.experts.padded import Sent
 from padded_dispatch.experts.store import Store, TakeRoom, fitting, scratch
