@@ -30,6 +30,7 @@ from megatron.core.utils import get_model_config
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.config import is_ours, log_once, padded_options
+from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
 from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder
 from padded_dispatch.utils.patches import PATCHED
@@ -198,7 +199,7 @@ class _Loop:
         steps_done = given.get("iteration")
         if steps_done is None:
             steps_done = self._training.get_args().curr_iteration
-        run = self._run_of(given["model"], steps_done)
+        run = self._run_of(given["model"], given["optimizer"], steps_done)
         if run is None:
             return call()
         given["forward_backward_func"] = run.before_step(given["forward_backward_func"])
@@ -221,7 +222,7 @@ class _Loop:
                 self._run = None
         return call()
 
-    def _run_of(self, chunks: list[Any], steps_done: int) -> _Run | None:
+    def _run_of(self, chunks: list[Any], optimizer: Any, steps_done: int) -> _Run | None:
         """Return the run of a model, which starts if it is another one; None without our layers.
 
         A dense model may have our word in its config.
@@ -229,6 +230,8 @@ class _Loop:
         if self._run is None or self._run.chunks is not chunks:
             config: Any = get_model_config(chunks[0])
             ours = is_ours(config) and config.num_moe_experts is not None
+            if ours:
+                require_own_weights(chunks, optimizer)
             self._run = _Run(self._training, chunks, step=steps_done) if ours else None
         return self._run
 

@@ -19,6 +19,7 @@ L: experts on this rank.
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from padded_dispatch.config import require
 from padded_dispatch.experts import Sums
 
 # The name of one expert's part of a parameter.
@@ -268,6 +270,33 @@ def following_zeros(zero_grad_buffer: Callable[[Any], None]) -> Callable[[Any], 
             private._foreach_add_(flags, 1)
 
     return zero
+
+
+def require_own_weights(chunks: list[Any], optimizer: Any) -> None:
+    """Raise if a distributed optimizer would step from other weights than stacked linears have.
+
+    A checkpoint in the format `dp_reshardable` holds the optimizer's buffers as they lie in memory.
+    If it has as many elements, Megatron loads that of another experts module without a word, and
+    from the first step on each expert has the weights of another one.
+
+    Args:
+        chunks: the model's chunks on this rank.
+        optimizer: Megatron's; others have nothing to compare.
+    """
+    modules = (module for chunk in chunks for module in chunk.modules())
+    stacked = {id(module.weight) for module in modules if isinstance(module, StackedLinear)}
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        names = "model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"
+        groups = (itertools.chain(*getattr(part, name, ())) for name in names)
+        for weight, own, main in zip(*groups, strict=True):
+            require(
+                id(weight) not in stacked or main is None or torch.equal(own, main.to(own)),
+                "optimizer",
+                "those of other experts",
+                "hold the weights of the packed experts, and so must the checkpoint's buffers",
+                "set experts='module' and write a checkpoint with "
+                "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim",
+            )
 
 
 def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from padded_dispatch.megatron import PaddedOptions, Retry, install, uninstall
 from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.megatron_lm import record_routing
+from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.trace import load_traces
 from tests.megatron.test_telemetry import HostCount, T, model
 from tests.support import tiny
+from tests.support.gpt import megatron_adam
 from tests.support.training import RETRIED, Training, draws, forward, world
 
 MODULE = "megatron.training.training"
@@ -174,6 +176,27 @@ def test_steps_are_repeated_and_retries_shown(loop):
     assert (number, line["moe/retried_steps"]) == (8, 2.0)
     assert line["moe/dropped"] > 0
     assert [getattr(loop, name) for name in NAMES] == stock
+
+
+def test_weights_of_an_optimizer_that_are_in_another_order_are_refused(loop, monkeypatch):
+    """As after a checkpoint in the format `dp_reshardable` that other experts wrote."""
+
+    def type_of(tensor: Tensor, *dtype: Any) -> Any:  # Of GPUs, as the optimizer wants them.
+        names = {torch.bfloat16: "torch.cuda.BFloat16Tensor"}
+        return tensor.to(*dtype) if dtype else names.get(tensor.dtype, "torch.cuda.FloatTensor")
+
+    monkeypatch.setattr(Tensor, "type", type_of)
+    ddp = {"use_distributed_optimizer": True}
+    training = Training(dataclasses.replace(CASE, dtype=torch.bfloat16, ddp=ddp), experts="packed")
+    optimizer = megatron_adam(training.chunks, training.chunks[0].ddp_config)
+    require_own_weights(training.chunks, optimizer)
+    require_own_weights(training.chunks, None)
+    main = training.moe[0][1].experts.linear_fc2.weight.main_param
+    main.copy_(main.unflatten(0, (tiny.NUM_EXPERTS, -1)).flip(0).flatten())
+    install()
+    given = forward, None, training.chunks, optimizer, None, training.config, training.schedule
+    with pytest.raises(ValueError, match=r"^optimizer must hold the weights of the packed experts"):
+        loop.train_step(*given)
 
 
 @pytest.mark.parametrize("kind", ["stock", "dense"])
