@@ -52,7 +52,7 @@ def activate(
     width = fc1_MG.shape[1] // (2 if gated else 1)
     writes = scaled is None or grad_NF is not None
     hidden_NF = fc1_MG.new_empty(segments.num_rows if writes else 0, width)
-    grid, constants = launch(fc1_MG.device, fc1_MG.dtype, width, segments.num_experts)
+    grid, constants = launch(fc1_MG.device, width, segments.num_experts)
     if scaled is not None:  # A program quantizes whole rows.
         block, warps = whole_row(width)
         warps = max(4, warps) if grad_NF is None else min(16, max(4, 2 * warps))
@@ -104,10 +104,10 @@ def _clamp(x, CLAMP: tl.constexpr):
 
 
 @triton.jit
-def _load(fc1, bias, place, bias_place, valid, WIDE: tl.constexpr):
-    x = tl.load(fc1 + place, mask=valid, other=0).to(WIDE)
+def _load(fc1, bias, place, bias_place, valid):
+    x = tl.load(fc1 + place, mask=valid, other=0).to(tl.float32)
     if bias is not None:
-        x += tl.load(bias + bias_place, mask=valid, other=0).to(WIDE)
+        x += tl.load(bias + bias_place, mask=valid, other=0).to(tl.float32)
     return x
 
 
@@ -133,7 +133,6 @@ def _activate_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """Write `hidden`, and if there is a gradient of it, gradients over `fc1` and to `grad_probs`.
 
@@ -146,8 +145,8 @@ def _activate_kernel(
     for first in tl.range(base + tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         n = row[:, None]
-        prob = tl.load(probs + n, mask=n < end, other=0).to(WIDE)
-        grad_prob = tl.zeros((ROWS,), dtype=WIDE)
+        prob = tl.load(probs + n, mask=n < end, other=0).to(tl.float32)
+        grad_prob = tl.zeros((ROWS,), dtype=tl.float32)
         bias_row = n * 0
         if bias is not None:
             expert = expert_of(row, offsets, num_sources, num_experts, EXPERTS)
@@ -157,13 +156,13 @@ def _activate_kernel(
             valid = (n < end) & (column < width)
             place = n * halves * width + column
             loose_place = (n - base) * width + column
-            x = _load(fc1, bias, place, bias_row + column, valid, WIDE)
+            x = _load(fc1, bias, place, bias_row + column, valid)
             value, slope = _curve(_clamp(x, CLAMP) if GATED else x, FUNCTION)
             if GATED:
-                up = _load(fc1, bias, place + width, bias_row + column + width, valid, WIDE)
+                up = _load(fc1, bias, place + width, bias_row + column + width, valid)
                 linear = -_clamp(-_clamp(up, CLAMP), CLAMP) + OFFSET
             if grad is not None:
-                grad_out = tl.load(grad + loose_place, mask=valid, other=0).to(WIDE)
+                grad_out = tl.load(grad + loose_place, mask=valid, other=0).to(tl.float32)
                 if GATED:
                     grad_x = tl.where(x > CLAMP, 0.0, grad_out * prob * linear * slope)
                     grad_up = tl.where(tl.abs(up) > CLAMP, 0.0, grad_out * prob * value).to(dtype)

@@ -6,7 +6,6 @@ shapes and offsets alone.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -21,13 +20,10 @@ _PROGRAMS = 32
 
 
 @functools.cache
-def launch(
-    device: torch.device, dtype: torch.dtype, width: int, num_experts: int
-) -> tuple[tuple[int], dict[str, Any]]:
+def launch(device: torch.device, width: int, num_experts: int) -> tuple[tuple[int], dict[str, int]]:
     """Return grid and constants of a kernel whose programs take blocks of rows in turn.
 
-    A block of a program of four warps has `ROWS` rows and `BLOCK` of `width` columns; `WIDE` is the
-    dtype that rows are computed in.
+    A block of a program of four warps has `ROWS` rows and `BLOCK` of `width` columns.
     """
     block = min(1024, triton.next_power_of_2(width))
     constants = {
@@ -35,7 +31,6 @@ def launch(
         "ROWS": max(1, min(128, 2048 // block)),
         "BLOCK": block,
         "BLOCKS": triton.cdiv(width, block),
-        "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
     }
     return (multiprocessors(device) * (_PROGRAMS if device.type == "cuda" else 1),), constants
 
@@ -77,7 +72,6 @@ def sum_rows(rows: Tensor, weights_M: Tensor | None, segments: Segments, *, stor
         STORED=stored,
         ROWS=128,
         BLOCK=block,
-        WIDE=tl.float64 if rows.dtype == torch.float64 else tl.float32,
     )
     return sums_LO
 
@@ -93,20 +87,20 @@ def _sum_rows_kernel(
     STORED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     expert = tl.program_id(0)
     start = tl.load(offsets + expert * num_sources)
     end = tl.load(offsets + (expert + 1) * num_sources)
     rows_first = 0 if STORED else tl.load(offsets)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    total = tl.zeros((ROWS, BLOCK), dtype=WIDE)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for first in tl.range(start, end, ROWS):
         n = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         valid = (n < end) & (column < width)
-        value = tl.load(rows + (n - rows_first) * width + column, mask=valid, other=0).to(WIDE)
+        place = rows + (n - rows_first) * width + column
+        value = tl.load(place, mask=valid, other=0).to(tl.float32)
         if weights is not None:
-            value *= tl.load(weights + n, mask=n < end, other=0).to(WIDE)
+            value *= tl.load(weights + n, mask=n < end, other=0).to(tl.float32)
         total += value
     found = tl.sum(total, 0)[None, :].to(sums.dtype.element_ty)
     tl.store(sums + expert * width + column, found, mask=column < width)
@@ -121,15 +115,14 @@ def dot_rows(rows_NO: Tensor, vectors_LO: Tensor, segments: Segments) -> Tensor:
         segments: where the rows of each expert lie.
 
     Returns:
-        Loose [N], at least fp32; rows outside of the offsets are not written.
+        Loose [N], fp32; rows outside of the offsets are not written.
 
     Example: the loose rows `[1, 2]` and `[3, 4]`, `vectors = [[1, 0], [0, 2]]` and `offsets = [5,
     6, 7]` give `[1, 8]`.
     """
     width = rows_NO.shape[1]
-    dtype = torch.promote_types(rows_NO.dtype, torch.float32)
-    dots_N = rows_NO.new_empty(segments.num_rows, dtype=dtype)
-    grid, constants = launch(rows_NO.device, rows_NO.dtype, width, segments.num_experts)
+    dots_N = rows_NO.new_empty(segments.num_rows, dtype=torch.float32)
+    grid, constants = launch(rows_NO.device, width, segments.num_experts)
     _dot_rows_kernel[grid](
         rows_NO,
         vectors_LO,
@@ -156,18 +149,17 @@ def _dot_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     base, end = tl.load(offsets), tl.load(offsets + num_experts * num_sources)
     for first in tl.range(base + tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         expert = expert_of(row, offsets, num_sources, num_experts, EXPERTS)[:, None]
-        dot = tl.zeros((ROWS,), dtype=WIDE)
+        dot = tl.zeros((ROWS,), dtype=tl.float32)
         for block in range(BLOCKS):
             column = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
             valid = (row < end)[:, None] & (column < width)
             place = rows + (row - base)[:, None] * width + column
-            value = tl.load(place, mask=valid, other=0).to(WIDE)
-            vector = tl.load(vectors + expert * width + column, mask=valid, other=0).to(WIDE)
+            value = tl.load(place, mask=valid, other=0).to(tl.float32)
+            vector = tl.load(vectors + expert * width + column, mask=valid, other=0).to(tl.float32)
             dot += tl.sum(value * vector, 1)
         tl.store(dots + row - base, dot, mask=row < end)
