@@ -6,7 +6,6 @@ experts are not split, and all ranks are GPUs of one host that reach each other 
 collectives. With one rank nothing moves.
 """
 
-import dataclasses
 import functools
 
 import torch
@@ -93,7 +92,7 @@ def agree_on_shapes(
     num_tokens, hidden_size = tokens_TD.shape
     agreement.check(
         # Without gradients on one rank alone, backward would wait for it.
-        (*rules_of(config), *rules, ("gradients are enabled", torch.is_grad_enabled())),
+        (*vars(config).items(), *rules, ("gradients are enabled", torch.is_grad_enabled())),
         D=hidden_size,
         dtype=tokens_TD.dtype,
         **sizes_of(config, num_tokens, any_tokens),
@@ -108,16 +107,6 @@ def sizes_of(config: DispatchConfig, num_tokens: int, any_tokens: bool) -> dict[
     sized = num_tokens and not config.fits
     return {
         "T": "any but 0" if any_tokens and num_tokens else num_tokens,
-        "E": config.num_experts,
-        "K": config.top_k,
         "C": config.capacity(num_tokens) if sized else 0,
         "rows": config.rows(num_tokens) if sized else 0,
     }
-
-
-@functools.cache
-def rules_of(config: DispatchConfig) -> Values:
-    """Return the settings of `config` beside the sizes that `agree_on_shapes` compares anyway."""
-    compared = ("num_experts", "top_k")
-    names = (field.name for field in dataclasses.fields(config))
-    return tuple((name, getattr(config, name)) for name in names if name not in compared)

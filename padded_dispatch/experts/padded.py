@@ -159,12 +159,9 @@ class _ToCells(torch.autograd.Function):
         row_SPK = torch.empty_like(expert_SPK)
         rows.spread_rows(
             rows_SPD.contiguous(),
-            None,
-            -1,
             row_SPK,
             cells,
-            None,
-            rows_ND,
+            rows_MD=rows_ND,
             expert_SPK=expert_SPK,
             place_SPK=arrived.place_SPK.contiguous(),
             prob_SPK=prob_SPK.contiguous(),
@@ -204,6 +201,6 @@ class _ToSums(torch.autograd.Function):
 
         require_first_derivatives()
         sent, grad_SPD = ctx.sent, grad_SPD.to(ctx.dtype).contiguous()
-        grad_ND = rows.spread_rows(grad_SPD, None, -1, sent.row_SPK, sent.cells, None)
+        grad_ND = rows.spread_rows(grad_SPD, sent.row_SPK, sent.cells)
         rows.zero_padding(grad_ND, None, sent.count_SL)
         return grad_ND, None

@@ -23,13 +23,13 @@ from padded_dispatch.kernels.scaled import magnitude, scale_of
 
 def spread_rows(
     rows_SPD: Tensor,
-    own_TD: Tensor | None,
-    own: int,
     row_SPK: Tensor,
     segments: Segments,
-    homes_S: Tensor | None,
-    rows_MD: Tensor | None = None,
     *,
+    own_TD: Tensor | None = None,
+    own: int = -1,
+    homes_S: Tensor | None = None,
+    rows_MD: Tensor | None = None,
     scaled: Scaled | None = None,
     expert_SPK: Tensor | None = None,
     place_SPK: Tensor | None = None,

@@ -57,7 +57,7 @@ def errors_of(pool: WorkerPool, fn: Any, *args: Any) -> list[str]:
     ("step", "name", "value", "words"),
     [
         (1, "T", 6, "T is 5 on rank 0, 6 on rank 1"),
-        (1, "K", 3, "K is 2 on rank 0, 3 on rank 1"),
+        (1, "K", 3, "top_k is 2 on rank 0, 3 on rank 1"),
         (2, "factor", NO_DROP, "C is 3 on rank 0, 5 on rank 1"),
         (1, "dtype", torch.int32, "dtype is torch.float32 on rank 0, torch.int32 on rank 1"),
         # Rules that no shape shows.

@@ -8,10 +8,10 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
+from padded_dispatch.config import FIT, DispatchConfig
 from padded_dispatch.exchange import choose as module
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import agree_on_shapes, choose, rules_of
+from padded_dispatch.exchange.choose import agree_on_shapes, choose
 from padded_dispatch.exchange.collectives import Collectives
 
 CUDA = torch.device("cuda")
@@ -92,12 +92,14 @@ def compared(config: DispatchConfig, num_tokens: int, **how: Any) -> dict[str, s
 
 def test_all_that_decides_a_result_is_compared():
     found = compared(CONFIG, 8, layout="padded")
-    sizes = {"T": "8", "D": "3", "E": "4", "K": "2", "C": "4", "rows": "16"}
+    sizes = {"T": "8", "D": "3", "C": "4", "rows": "16"}
     assert found == sizes | {
         "dtype": "torch.float32",
         "layout": "padded",
         "rule": "7",
         "gradients are enabled": "True",
+        "num_experts": "4",
+        "top_k": "2",
         "capacity_factor": "1.0",
         "alignment": "1",
         "capacity_pool": "expert",
@@ -120,10 +122,3 @@ def test_no_tokens_raise_after_the_comparison():
     with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0; pad the batch"):
         agree_on_shapes(agreement, CONFIG, torch.zeros(0, 3), (), any_tokens=True)
     assert agreement.check.call_args[1]["T"] == 0
-
-
-def test_rules_leave_out_what_is_a_shape():
-    names = {name for name, _ in rules_of(DispatchConfig(num_experts=4, top_k=2))}
-    assert "capacity_factor" in names and not names & {"num_experts", "top_k"}
-    assert rules_of(CONFIG) != rules_of(DispatchConfig(num_experts=4, top_k=2, num_ranks=2))
-    assert NO_DROP in dict(rules_of(DispatchConfig(num_experts=4, top_k=2))).values()

@@ -42,12 +42,10 @@ def test_spread_rows_with_a_plan_example():
     row_SPK = torch.empty_like(expert_SPK)
     rows.spread_rows(
         tokens[None],
-        None,
-        -1,
         row_SPK,
         segments([5, 6, 8], 2, 4),
-        addresses(home),
-        rows_MD,
+        homes_S=addresses(home),
+        rows_MD=rows_MD,
         expert_SPK=expert_SPK,
         place_SPK=ints([[[0, 0], [1, 0], [2, 0]]]),
         prob_SPK=here(torch.tensor([[[0.1, 0.2], [0.3, 0.4], [0.5, NAN]]])),
@@ -64,9 +62,7 @@ def test_spread_rows_with_a_plan_example():
 
 def test_spread_rows_example():
     given = here(torch.tensor([[[1.0], [2.0]]]))
-    out = rows.spread_rows(
-        given, None, -1, ints([[[6, 5], [-1, 7]]]), segments([5, 6, 8], 2, 3), None
-    )
+    out = rows.spread_rows(given, ints([[[6, 5], [-1, 7]]]), segments([5, 6, 8], 2, 3))
     assert out.flatten().tolist() == [1, 1, 2]
 
 
@@ -98,14 +94,13 @@ def test_rows_that_a_plan_finds_beside_loops(width: int, own: int):
         own_TD, received[own] = here(tokens[own].clone()), NAN
     where = segments(offsets.tolist(), num_experts, num_rows)
     row_SPK = here(torch.empty_like(expert.int()))
+    mine = {"own_TD": own_TD, "own": own, "homes_S": addresses(*homes)}
     rows.spread_rows(
         received,
-        own_TD,
-        own,
         row_SPK,
         where,
-        addresses(*homes),
-        rows_MD,
+        **mine,
+        rows_MD=rows_MD,
         expert_SPK=here(expert.int()),
         place_SPK=here(place.int()),
         prob_SPK=here(prob),
@@ -135,9 +130,9 @@ def test_rows_that_a_plan_finds_beside_loops(width: int, own: int):
         scales=nan(num_rows + 1),
         dtype=torch.bfloat16,
     )
-    given = received, own_TD, own, row_SPK, where, addresses(*homes)
-    spread_ND = rows.spread_rows(*given, scaled=scaled)
-    same(rows.spread_rows(*given), spread_ND)
+    given = received, row_SPK, where
+    spread_ND = rows.spread_rows(*given, **mine, scaled=scaled)
+    same(rows.spread_rows(*given, **mine), spread_ND)
     same(spread_ND, expected[base : base + num_rows])
     quantized = quantize(torch.cat([spread_ND.cpu(), nan(1, width).cpu()]))  # And nothing behind.
     same(scaled.scales, here(quantized.scales))

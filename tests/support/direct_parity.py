@@ -150,11 +150,11 @@ def forward(exchange: Any, layer: Layer, inputs: Inputs, shard: int = 0) -> Forw
     home_M = None if wire.homes_S is None else like.new_zeros(num_rows, dtype=torch.int64)
     row_SPK = torch.empty_like(arrived.expert_SPK)
     rows.spread_rows(
-        *_given(arrived.values),
-        row_SPK,
-        segments,
-        wire.homes_S,
-        rows_MD,
+        **vars(arrived.values),
+        row_SPK=row_SPK,
+        segments=segments,
+        homes_S=wire.homes_S,
+        rows_MD=rows_MD,
         expert_SPK=arrived.expert_SPK,
         place_SPK=arrived.place_SPK,
         prob_SPK=arrived.prob_SPK,
@@ -178,8 +178,9 @@ def forward(exchange: Any, layer: Layer, inputs: Inputs, shard: int = 0) -> Forw
 def backward(passed: Forward) -> dict[str, Tensor]:
     """Send gradients to experts and home, with the probabilities beside them; return all sums."""
     wire, segments, row_SPK = passed.wire, passed.segments, passed.row_SPK
-    values = _given(wire.push(passed.inputs.grad_TD))
-    rows_ND = rows.spread_rows(*values, row_SPK, segments, wire.homes_S)
+    values: Values = wire.push(passed.inputs.grad_TD)
+    where = {"row_SPK": row_SPK, "segments": segments, "homes_S": wire.homes_S}
+    rows_ND = rows.spread_rows(**vars(values), **where)
     given = rows_ND, passed.weight_LDD.transpose(1, 2), segments
     product = partial(gemm.rows_times_weights, *given, stored=False, at_M=passed.home_M)
     grad_TD, beside_TK = wire.home(product, row_SPK, segments.offsets, passed.prob_M[BASE:])
@@ -195,10 +196,6 @@ def _segments(layer: Layer, arrived: Arrived) -> Segments:
     sizes |= {"num_rows": num_rows, "num_expected": num_rows}
     untiled = Segments(offsets=offsets, tiles=None, **sizes)
     return Segments(offsets=offsets, tiles=gemm.row_tiles(untiled), **sizes)
-
-
-def _given(values: Values) -> tuple[Tensor, Tensor | None, int]:
-    return values.rows_SPD, values.own_TD, values.own
 
 
 def step(exchange: Any, layer: Layer, inputs: Inputs, shard: int = 0) -> dict[str, Tensor]:
