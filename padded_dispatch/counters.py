@@ -116,7 +116,10 @@ class Counters:
         demand_E = selection.demand_E
         if self._of_cells and demand_E is None:
             demand_E = asked_TE.sum(0, dtype=torch.int32)
-        arguments = (
+        count = count_in_torch
+        if asked_TE.is_cuda:
+            from padded_dispatch.kernels.counters import count
+        count(
             self.totals,
             self.max_need,
             asked_TE,
@@ -126,12 +129,6 @@ class Counters:
             self._top_k,
             asked_TE.shape[1] * selection.capacity if self._of_cells else 0,
         )
-        if asked_TE.is_cuda:
-            from padded_dispatch.kernels import counters
-
-            counters.count(*arguments)
-        else:
-            count_in_torch(*arguments)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the memory behind all counts, to be reduced, copied or restored."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -172,8 +171,12 @@ class PaddedDispatcher:
             "be 'expert' with experts that read padded cells",
             "use run for a store",
         )
-        exchange = self._exchange(tokens_TD.device, packed)
-        num_tokens = len(tokens_TD)
+        num_tokens, device = len(tokens_TD), tokens_TD.device
+        key = packed, device.type
+        if key not in self._exchanges:
+            how = {"packed": packed, "device": device}
+            self._exchanges[key], _ = choose(config, *self._groups, self._kind, **how)
+        exchange = self._exchanges[key]
         selection = select(
             map_TE,
             probs_TE,
@@ -185,10 +188,3 @@ class PaddedDispatcher:
         plan = make_plan(kept_TE, top_k=config.top_k)
         prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
         return selection, prob_TK, exchange.start(plan, tokens_TD, num_slots)
-
-    def _exchange(self, device: torch.device, packed: bool) -> Exchange:
-        key = packed, device.type
-        if key not in self._exchanges:
-            how = {"packed": packed, "device": device}
-            self._exchanges[key], _ = choose(self.config, *self._groups, self._kind, **how)
-        return self._exchanges[key]

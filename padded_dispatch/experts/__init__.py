@@ -100,9 +100,7 @@ def run(
     Choices without room add nothing, and have a gradient of zero.
     """
     if tokens_TD.is_cuda:
-        from padded_dispatch.experts.packed import run as on_gpu
-
-        return on_gpu(tokens_TD, prob_TK, weights, activation, call)
-    from padded_dispatch.experts.plain import run as on_cpu
-
-    return on_cpu(tokens_TD, prob_TK, weights, activation, call)
+        from padded_dispatch.experts.packed import run as compute
+    else:
+        from padded_dispatch.experts.plain import run as compute
+    return compute(tokens_TD, prob_TK, weights, activation, call)

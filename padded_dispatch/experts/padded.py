@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from padded_dispatch.exchange import Arrived
 from padded_dispatch.exchange.choose import Wire
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts.plain import add, rows_of_choices, take
@@ -101,15 +100,14 @@ def dispatch(
     else:
         choices = arrived.expert_SPK, arrived.place_SPK
         row_SPK = rows_of_choices(*choices, cells.offsets, level, num_experts)
-        rows_ND, probs_N = _to_cells(arrived, row_SPK, cells.num_rows)
+        row_C, slot_C = _places(row_SPK, cells.num_rows)
+        rows, probs = take(arrived.values.rows_SPD, slot_C), arrived.prob_SPK.flatten()
+        none_ND = rows.new_zeros(cells.num_rows + 1, rows.shape[1])
+        rows_ND = none_ND.index_copy(0, row_C, rows)[:-1]
+        probs_N = probs.new_zeros(cells.num_rows + 1).index_copy(0, row_C, probs)[:-1]
     given = ExpertInput(rows_ND=rows_ND, probs_N=probs_N, count_SL=count_SL)
-    sent = Sent(
-        wire=cast(CollectiveWire, wire),
-        cells=cells,
-        row_SPK=row_SPK,
-        count_SL=count_SL,
-    )
-    return given, sent
+    facts = {"cells": cells, "row_SPK": row_SPK, "count_SL": count_SL}
+    return given, Sent(wire=cast(CollectiveWire, wire), **facts)
 
 
 @nvtx_range("combine")
@@ -129,14 +127,6 @@ def combine(out_ND: Tensor, sent: Sent) -> Tensor:
 
 def _has_kernels(values: Tensor) -> bool:
     return values.is_cuda
-
-
-def _to_cells(arrived: Arrived, row_SPK: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    row_C, slot_C = _places(row_SPK, num_rows)
-    rows = take(arrived.values.rows_SPD, slot_C)
-    probs = arrived.prob_SPK.flatten()
-    rows_ND = rows.new_zeros(num_rows + 1, rows.shape[1]).index_copy(0, row_C, rows)
-    return rows_ND[:-1], probs.new_zeros(num_rows + 1).index_copy(0, row_C, probs)[:-1]
 
 
 def _places(row_SPK: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

@@ -40,13 +40,10 @@ def make_plan(map_TE: Tensor, *, top_k: int) -> Plan:
     Example: K = 2, `map = [[1, 0, 1], [0, 0, 1], [0, 0, 0]]` give `expert = [[0, 2], [2, -1], [-1,
     -1]]`, `place = [[0, 0], [1, -1], [-1, -1]]` and `kept = [1, 0, 2]`.
     """
+    plan = plan_in_torch
     if map_TE.is_cuda:
-        from padded_dispatch.kernels import plan
-
-        tensors = plan.plan(map_TE, top_k)
-    else:
-        tensors = plan_in_torch(map_TE, top_k)
-    expert_TK, place_TK, kept_E = tensors
+        from padded_dispatch.kernels.plan import plan
+    expert_TK, place_TK, kept_E = plan(map_TE, top_k)
     return Plan(expert_TK=expert_TK, place_TK=place_TK, kept_E=kept_E)
 
 
