@@ -23,11 +23,6 @@ from torch.overrides import TorchFunctionMode
 from padded_dispatch.config import require
 from padded_dispatch.utils.patches import Patches
 
-CPU_REMEDY = (
-    "to run Megatron on a CPU, build the model and train inside `with megatron_on_cpu():` from "
-    "padded_dispatch.megatron"
-)
-
 _CPU = torch.device("cpu")
 _IS_INFERENCE = "is_inference_column_parallel_linear"
 
@@ -89,8 +84,14 @@ def check_device() -> None:
     Raises:
         ValueError: names `megatron_on_cpu`.
     """
-    found = torch.cuda.is_available() or is_on_cpu()
-    require(found, "PyTorch", "none", "see a GPU", CPU_REMEDY)
+    require(
+        torch.cuda.is_available() or is_on_cpu(),
+        "PyTorch",
+        "none",
+        "see a GPU",
+        "to run Megatron on a CPU, build the model and train inside `with megatron_on_cpu():` from "
+        "padded_dispatch.megatron",
+    )
 
 
 @contextmanager

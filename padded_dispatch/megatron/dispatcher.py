@@ -50,16 +50,6 @@ from padded_dispatch.utils.phases import in_backward, trains
 # The tensors of `Plan`; experts and places keep the shape that the tokens came in.
 _PLAN_TENSORS = "expert_SBK", "place_SBK", "kept_E"
 
-_SAID = {
-    "fits": "padded dispatch in evaluation: each pass has the sizes that its routing needs, and "
-    "drops nothing; for another capacity set eval_factor",
-    "captured": "padded dispatch in evaluation: capacity and drops are as in training, because a "
-    "CUDA graph captures evaluation; for another capacity set eval_factor",
-    "generates": "padded dispatch in a CUDA graph of text generation: it drops nothing, having "
-    "room for every routing; to pay less memory in graphs of many tokens, set eval_factor to a "
-    "number",
-}
-
 
 class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     """The dispatcher that `moe_token_dispatcher_type="padded_alltoall"` selects.
@@ -131,7 +121,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.shared_overlap: SharedExpertOverlap | None = None
         self.expert_SBK = self.place_SBK = self.kept_E = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
-        self._num_slots: dict[tuple[DispatchConfig, int], int] = {}
+        self._num_slots: dict[tuple[bool, DispatchConfig, int], int] = {}
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
         self.replicas = getattr(pg_collection, "expt_dp", None)
         own = (self.ep_group, self.tp_group, self.replicas)
@@ -237,8 +227,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return self.exchange.start(plan, tokens_TD, num_slots)
 
     def _slots(self, config: DispatchConfig, tokens_TD: Tensor) -> int:
-        """Return the slots of this rank at each other (P); log what the first such pass shows."""
-        key = config, len(tokens_TD)
+        """Return the slots of this rank at each other (P); `_announce` the first such pass."""
+        key = self.configs.in_training, config, len(tokens_TD)
         if key not in self._num_slots:
             self._announce(config, tokens_TD)
             self._num_slots[key] = config.wire_slots(len(tokens_TD))
@@ -250,10 +240,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             require_gradients_arrive(self.experts, self.config)
             if self._logs and config.capacity_factor == NO_DROP:
                 self._warn_of_rows(config, tokens_TD)
-        elif self._logs and config is self.configs.generation:
-            log_once(_SAID["generates"])
-        elif self._logs and self._options.eval_factor is None:
-            log_once(_SAID["fits" if config.fits else "captured"])
+        elif self._logs and config is self.configs.training:
+            log_once(
+                "padded dispatch in evaluation: capacity and drops are as in training, because a "
+                "CUDA graph captures evaluation; for another capacity set eval_factor"
+            )
 
     def _warn_of_rows(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
         """Log once what it costs to drop nothing."""

@@ -16,14 +16,12 @@ import logging
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.megatron.bridge import keep_options
 from padded_dispatch.megatron.compat import captures_moe, found
 from padded_dispatch.megatron.config import NAME, check_config, log_once, take_over
-from padded_dispatch.megatron.cpu import CPU_REMEDY, is_on_cpu
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import PaddedMoELayer, build
 from padded_dispatch.megatron.megatron_lm import follow_training
@@ -32,7 +30,6 @@ from padded_dispatch.megatron.stacked_linear import following_zeros
 from padded_dispatch.utils.patches import PATCHED, Patches
 
 _FIELD: Any = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
-_log = logging.getLogger(__name__)
 _options: PaddedOptions | None = None  # None: not installed; what is still wrapped passes through.
 
 
@@ -50,8 +47,6 @@ def install(options: PaddedOptions | None = None) -> None:
     global _options
     options = PaddedOptions() if options is None else options
     require_options("options", options)
-    if not (torch.cuda.is_available() or is_on_cpu()):
-        _log.warning("PyTorch sees no GPU; %s", CPU_REMEDY)
     _options = options
     PATCHED.wrap(TransformerConfig, "__post_init__", _wrap_post_init)
     PATCHED.wrap(MoELayer, "__init__", _wrap_init)

@@ -1,10 +1,7 @@
 """NVTX ranges: the names under which profilers show the stages of a layer.
 
-The stages are select, plan, exchange and experts, and for cells dispatch and combine. Their ranges
-are called `padded_dispatch.select` and so on; those of a backward pass, `padded_dispatch.experts
-backward` and so on. `experts` holds the exchange of its pass. They appear in eager steps and while
-a CUDA graph is captured. A replay runs no Python, so it has none. Without a profiler, NVTX's calls
-return at once; a PyTorch without CUDA has no NVTX.
+They appear in eager steps and while a CUDA graph is captured; a replay runs no Python, so it has
+none. Without a profiler, NVTX's calls return at once; a PyTorch without CUDA has no NVTX.
 """
 
 from collections.abc import Callable

@@ -89,20 +89,15 @@ def test_optimizers_that_would_leave_packed_weights_to_adam_are_refused():
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_what_evaluation_drops_is_named_once(caplog, monkeypatch, captured):
+def test_evaluation_that_drops_as_training_does_is_named_once(caplog, monkeypatch, captured):
     log_once.cache_clear()
-    moe = tiny.padded_layer(moe_expert_capacity_factor=0.5).eval()
+    moe = tiny.padded_layer(moe_expert_capacity_factor=0.5)
     monkeypatch.setattr("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", captured)
     with caplog.at_level(logging.INFO, logger="padded_dispatch"), torch.no_grad():
-        for length in (6, 9, 6):
-            moe(torch.randn(length, 1, tiny.HIDDEN))
-    lines = [r.message for r in caplog.records if "in evaluation" in r.message]
-    expected = "as in training, because a CUDA graph" if captured else "needs, and drops nothing"
-    assert len(lines) == 1 and expected in lines[0]
-    log_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="padded_dispatch"):
-        tiny.padded_layer(PaddedOptions(eval_factor=2.0)).eval()(torch.randn(6, 1, tiny.HIDDEN))
-    assert [r.message for r in caplog.records if "in evaluation" in r.message] == lines
+        for length, mode in ((6, True), (6, False), (9, False), (6, False)):
+            moe.train(mode)(torch.randn(length, 1, tiny.HIDDEN))
+    lines = [line for line in caplog.messages if "drops are as in training, because" in line]
+    assert len(lines) == captured
     counters = moe.token_dispatcher.eval_counters
     assert bool(counters.kept_E.sum() < counters.demand_E.sum()) == captured
 

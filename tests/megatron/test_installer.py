@@ -176,22 +176,16 @@ def test_factors_of_all_layers_with_experts_are_accepted():
     assert dense.num_moe_experts is None
 
 
-def test_without_a_gpu_the_remedy_is_named(monkeypatch, caplog):
-    remedy = "inside `with megatron_on_cpu():` from padded_dispatch.megatron"
+def test_without_a_gpu_the_remedy_is_named(monkeypatch):
     install()
-    assert caplog.messages == []
     config = tiny.config()
     monkeypatch.setattr("padded_dispatch.megatron.cpu.is_on_cpu", lambda: False)
-    monkeypatch.setattr("padded_dispatch.megatron.installer.is_on_cpu", lambda: False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"^PyTorch must see a GPU, got 'none'; to run"):
+    remedy = (
+        r"^PyTorch must see a GPU, got 'none'; to run .* inside `with megatron_on_cpu\(\):` from"
+    )
+    with pytest.raises(ValueError, match=remedy):
         tiny.layer(config)
-    install()
-    (message,) = caplog.messages
-    assert message.startswith("PyTorch sees no GPU; ") and remedy in message
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    install()
-    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("factor", [None, -1.0, 1.25])
