@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import parallel_state
-from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.experts.store import Buffers, Store
-from padded_dispatch.megatron.config import log_once
+from padded_dispatch.experts.store import Store
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,16 +26,6 @@ class Chunk:
     store: Store
     number: int = 0
     num_calls: int = 0
-
-    def say(self, tokens_TD: Tensor, fc1_width: int) -> None:
-        """Log once what the store costs, for tokens [T, D] and the columns of fc1's result (G)."""
-        num_tokens, width = tokens_TD.shape
-        num_rows = self.store.num_rows(num_tokens)
-        size = Buffers.num_bytes(num_rows, width, fc1_width, tokens_TD.element_size()) / 2**30
-        log_once(
-            f"padded dispatch: {self.num_calls} layers at {num_tokens} tokens per rank "
-            f"share a store of {num_rows} rows, {size:.2f} GiB for each micro-batch in flight"
-        )
 
 
 # Where the next layer may join.

@@ -150,13 +150,9 @@ def _default(name: str) -> Any:
 def check_pipeline(config: Any) -> None:
     """Raise if the combined schedule would run a pass on another one's input.
 
-    Without `overlap_p2p_comm` Megatron's combined schedule computes other losses than its plain one
-    once passes alternate: seen with 0.16.1 and 0.19.0, 2 stages of 2 chunks and 4 microbatches on
-    CPUs, with Megatron's own dispatcher, too. Frameworks may set the field after the config is
-    made, so this is for the first layer that is built.
-
-    Raises:
-        ValueError: names the field.
+    So it does without `overlap_p2p_comm`, with Megatron's own dispatcher, too: seen with 0.16.1 and
+    0.19.0, 2 stages of 2 chunks and 4 microbatches on CPUs. Frameworks may set the field after the
+    config is made, so this is for the first layer that is built.
     """
     chunks = _read(config, "virtual_pipeline_model_parallel_size") or 1
     require(
@@ -300,24 +296,18 @@ def dispatch_config(
         raise ValueError(_MEGATRONS.sub(lambda name: _NAMES[name[0]], str(error))) from None
 
 
-def eval_factor(config: Any, options: PaddedOptions) -> CapacityFactor | None:
-    """Return the factor of evaluation; None if it is as training.
-
-    Of Megatron's CUDA graphs, those of layers are replayed in training only (`guard` sees to it for
-    `local` ones), so evaluation is eager. Its graph of a full iteration is captured for evaluation,
-    too.
-    """
-    if options.eval_factor is not None:
-        return options.eval_factor
-    return None if captures_iteration(config) else FIT
-
-
 def _factor(
     config: Any, options: PaddedOptions, layer_number: int | None, training: bool
 ) -> CapacityFactor:
-    factor = None if training else eval_factor(config, options)
-    if factor is not None:
-        return factor
+    """Return the capacity factor of a layer.
+
+    Without `eval_factor` evaluation fits, but where one graph of a full iteration captures it, too.
+    Graphs of layers are replayed in training only (`guard` sees to it for `local` ones).
+    """
+    if not training and options.eval_factor is not None:
+        return options.eval_factor
+    if not training and not captures_iteration(config):
+        return FIT
     if layer_number is not None and layer_number in options.layer_factors:
         return options.layer_factors[layer_number]
     factor = config.moe_expert_capacity_factor

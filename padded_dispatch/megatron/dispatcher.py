@@ -37,7 +37,7 @@ from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Wire, choose
 from padded_dispatch.experts import Call, padded
 from padded_dispatch.experts.padded import Sent
-from padded_dispatch.experts.store import Store, TakeRoom, fitting, scratch
+from padded_dispatch.experts.store import Buffers, Store, TakeRoom, fitting, scratch
 from padded_dispatch.megatron.chunks import Chunk, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import check_config, check_pipeline, log_once, padded_options
@@ -57,8 +57,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     Creating one is a collective call of its groups' members.
 
     Args:
-        num_local_experts: experts on this rank (L).
-        local_expert_indices: their ids; Megatron hands them to every dispatcher.
+        num_local_experts, local_expert_indices: what Megatron hands to every dispatcher.
         config: the TransformerConfig. Read before the first pass; later changes have no effect.
         pg_collection: `ep` and `expt_tp` are used.
 
@@ -310,7 +309,12 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         )
         says = self._logs and self.configs.in_training and not config.fits
         if says and self._chunk is not None and self.store:
-            self._chunk.say(tokens_TD, self.experts.linear_fc1.weight.shape[1])
+            rows, widths = self.store.num_rows(len(tokens_TD)), self.experts.linear_fc1.weight.shape
+            size = Buffers.num_bytes(rows, widths[2], widths[1], tokens_TD.element_size()) / 2**30
+            log_once(
+                f"padded dispatch: {self._chunk.num_calls} layers at {len(tokens_TD)} tokens per "
+                f"rank share a store of {rows} rows, {size:.2f} GiB for each micro-batch in flight"
+            )
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor

@@ -24,7 +24,7 @@ Letters: T tokens, L experts on this rank, D hidden size, F ffn size, G columns 
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -106,13 +106,12 @@ def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
     name = "overlap_dispatch_backward_with_experts_wgrad"
     if not getattr(config, name, False) or config.gradient_accumulation_fusion:
         return
-    of_ddp = [
-        parameter
-        for parameter in experts.parameters()
-        if hasattr(parameter, "main_grad") and not hasattr(parameter, "__fsdp_param__")
-    ]
     hooks = "wgrad_accumulation_and_reduce_hooks"  # Only modules that delay have a list of them.
     found = [getattr(module, hooks) for module in experts.modules() if hasattr(module, hooks)]
+    of_ddp = any(
+        hasattr(parameter, "main_grad") and not hasattr(parameter, "__fsdp_param__")
+        for parameter in experts.parameters()
+    )
     require(
         not of_ddp or not found or any(found),
         name,
@@ -314,17 +313,17 @@ def _loaded(experts: StackedExperts, keys: Any) -> None:
     experts.mark_stale()
 
 
-_FUNCTIONS: dict[Function, tuple[Any, ...]] = {
-    "silu": (F.silu,),
-    "gelu": (F.gelu,),
-    "quick_gelu": (found("fusions.fused_bias_geglu.quick_gelu"), found("activations.quick_gelu")),
-    "squared_relu": (found("activations.squared_relu"),),
+_FUNCTIONS: dict[Any, Function] = {
+    F.silu: "silu",
+    F.gelu: "gelu",
+    found("fusions.fused_bias_geglu.quick_gelu"): "quick_gelu",
+    found("activations.quick_gelu"): "quick_gelu",
+    found("activations.squared_relu"): "squared_relu",
 }
 
 
 def _activation(config: Any) -> Activation:
-    function = _function(config.activation_func)
-    assert function is not None
+    function = _FUNCTIONS[config.activation_func]
     if not config.gated_linear_unit:
         return Activation(function=function, gated=False)
     clamp = config.activation_func_clamp_value
@@ -333,13 +332,6 @@ def _activation(config: Any) -> Activation:
         clamp=math.inf if clamp is None else clamp,
         offset=config.glu_linear_offset,
     )
-
-
-def _function(function: Any) -> Function | None:
-    for name, functions in _FUNCTIONS.items():
-        if function in functions:
-            return name
-    return None
 
 
 def _parameters(experts: Any, linear: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -382,8 +374,8 @@ def _field(name: str, note: str, refuses: Any) -> ConfigField:
 _FIELDS = (
     _field(
         "activation_func",
-        f"known are {', '.join(_FUNCTIONS)}",
-        lambda function: _function(function) is None,
+        f"known are {', '.join(get_args(Function))}",
+        lambda function: function not in _FUNCTIONS,
     ),
     _field("activation_func_fp8_input_store", "the activation keeps its input as it is", bool),
     _field("use_te_activation_func", "the activation is a kernel of ours", bool),

@@ -89,10 +89,8 @@ def build(
 class _EqualsMoELayer(type(MoELayer)):
     """Metaclass that makes `PaddedMoELayer == MoELayer` true.
 
-    `TransformerLayer.__init__` passes process groups only to a spec whose module is `in (MoELayer,
-    ...)` (0.16.1 transformer_layer.py:352, 0.17.1:374, where `is_mtp_layer` depends on it as well).
-    Without this, our subclass would silently get Megatron's global groups. 0.18 and later have no
-    such test.
+    In 0.16 and 0.17 `TransformerLayer.__init__` passes process groups and `is_mtp_layer` only to a
+    spec whose module is `in (MoELayer, ...)`; others silently get Megatron's global groups.
     """
 
     def __eq__(cls, other: object) -> bool:

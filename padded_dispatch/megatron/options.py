@@ -5,8 +5,7 @@ all configs to `install(options=...)`. Command-line flags and the table of optio
 `padded_dispatch/megatron/README.md` are made from the fields here.
 
 Options are typed values. Text is parsed in one place, for command lines: `1.25` is a capacity
-factor, `no-drop` is `NO_DROP`, and factors of layers are `3:1.5,7:no-drop`. (`fit` is `FIT`: eager
-evaluation has the sizes that its routing needs.)
+factor, `no-drop` is `NO_DROP`, `fit` is `FIT`, and factors of layers are `3:1.5,7:no-drop`.
 """
 
 import argparse

@@ -158,9 +158,8 @@ def dropping_nothing(layers: list[Any]) -> Iterator[None]:
     Args:
         layers: MoE layers with the padded dispatcher.
     """
-    all_configs = [layer.token_dispatcher.configs for layer in layers]
     with Patches() as patches:
-        for configs in all_configs:
+        for configs in (layer.token_dispatcher.configs for layer in layers):
             for name in ("training", "evaluation"):
                 fits = dataclasses.replace(getattr(configs, name), capacity_factor=FIT)
                 patches.set(configs, name, fits)

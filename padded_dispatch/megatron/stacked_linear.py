@@ -75,8 +75,8 @@ class ShardedLayout:
 class StackedLinear(nn.Module):
     """L linears in one parameter, two with biases.
 
-    One expert's part of a parameter can be read under the name that TEGroupedLinear gives it, such
-    as `weight3`: Megatron-Bridge does, see `padded_dispatch.megatron.bridge`.
+    One expert's part of a parameter can be read under TEGroupedLinear's name, such as `weight3`,
+    as Megatron-Bridge does.
 
     Attributes:
         weight: [L, out, in].
@@ -147,9 +147,8 @@ class StackedLinear(nn.Module):
         """Return DDP's buffer to which a pass of this moment adds the weight's gradient.
 
         It also sets the flag that this pass's backward adds to it, which DDP reads after backward,
-        and resets before the forward passes of a step. None if there is no such buffer: in
-        evaluation, outside of DDP, with FSDP, for a frozen weight, or where gradients are summed in
-        a dtype that is neither fp32 nor the weight's; and without `adds`, where DDP adds it itself.
+        and resets before a step. None in evaluation, outside of DDP, with FSDP, for a frozen
+        weight, for sums in a dtype that is neither fp32 nor the weight's, and without `adds`.
         """
         weight: Any = self.weight
         main_grad = getattr(weight, "main_grad", None)

@@ -16,11 +16,8 @@ from padded_dispatch.megatron.cpu import megatron_on_cpu
 def world(device_type: Literal["cpu", "cuda"]) -> Iterator[torch.device]:
     """Join the default process group (NCCL or gloo) and yield this worker's device.
 
-    After an error nothing is torn down: peers may be inside a collective, and leaving a group that
-    they are in can block. The process ends anyway.
-
-    Args:
-        device_type: "cuda" takes the GPU numbered LOCAL_RANK; "cpu" lets Megatron run without one.
+    "cuda" takes the GPU numbered LOCAL_RANK. After an error nothing is torn down: peers may be
+    inside a collective, and leaving a group that they are in can block.
     """
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -123,18 +123,22 @@ class LayerGraphs:
             # present address.
             device = next(self._chunks[0].parameters()).device
             MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
-        # Their forward pre-hooks wait for parameters.
         hooked = [
             chunk
             for chunk in self._chunks
             if chunk.ddp_config.overlap_param_gather and chunk.remove_forward_pre_hook_handles
         ]
-        with _without_forward_hooks(hooked):
+        for chunk in hooked:  # Transformer Engine captures no module that has hooks.
+            chunk.disable_forward_pre_hook(param_sync=False)
+        report = None
+        try:
             _create(self._helper, self._chunks)
-            report = None
             modules = [module for chunk in self._chunks for module in chunk.modules()]
             if all(is_padded(module) for module in modules if isinstance(module, MoELayer)):
                 report = run_self_test(self._chunks, _samples(self._helper))
+        finally:
+            for chunk in hooked:
+                chunk.enable_forward_pre_hook()
         # The eager steps before, and the self-test, had other memory than the graphs.
         guard.release_stores(guard.padded_layers(self._chunks), captured=False)
         if hooked:
@@ -227,10 +231,7 @@ class IterationGraph:
         # Empty the cache of the eager steps: a capture can neither use nor free those blocks.
         gc.collect()
         torch.cuda.empty_cache()
-        eager_peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-        held = f"about what an eager step allocates, {eager_peak / 2**30:.2f} GiB at most"
-        _log.info("the CUDA graph of a step will hold %s", held)
-        with explain_out_of_memory(f"They hold {held}. "):
+        with explain_out_of_memory():
             return self.wrapped(**kwargs)
 
     def delete(self) -> None:
@@ -252,19 +253,15 @@ def release(helper: Any) -> None:
 
 
 @contextmanager
-def explain_out_of_memory(held: str = "") -> Iterator[None]:
-    """Add to an out-of-memory error how graphs need less.
-
-    Args:
-        held: a sentence on what the graphs hold, for the message.
-    """
+def explain_out_of_memory() -> Iterator[None]:
+    """Add to an out-of-memory error how graphs need less."""
     before = torch.cuda.memory_allocated()
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(
             f"the memory pools of the CUDA graphs do not fit beside the {before / 2**30:.2f} GiB "
-            f"that are in use without them. {held}To need less, use a smaller micro-batch or "
+            f"that are in use without them. To need less, use a smaller micro-batch or "
             "moe_expert_capacity_factor, recompute_modules=['moe_act'] ('moe' has no effect in a "
             "capture from Megatron-Core 0.18 on), more pipeline or expert parallelism, or a "
             f"smaller scope of the graphs (without 'moe'). {error}"
@@ -328,15 +325,3 @@ def _numbers_kept(helper: Any) -> Iterator[None]:
         for name in ("num_layers_per_chunk", "num_model_chunks"):
             patches.set(helper, name, getattr(helper, name))
         yield
-
-
-@contextmanager
-def _without_forward_hooks(hooked: list[Any]) -> Iterator[None]:
-    """Remove DDP's forward pre-hooks: Transformer Engine captures no module that has hooks."""
-    for chunk in hooked:
-        chunk.disable_forward_pre_hook(param_sync=False)
-    try:
-        yield
-    finally:
-        for chunk in hooked:
-            chunk.enable_forward_pre_hook()

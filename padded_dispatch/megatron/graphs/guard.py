@@ -216,10 +216,8 @@ def _see(layer: Any, moe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         watch.see_pass(moe, _hidden_states(args, kwargs))
 
 
-# Graphs of layers by Transformer Engine.
-
-
 def _capture(layer: Any, capture: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Let Transformer Engine capture a layer, and keep what its graphs depend on."""
     hidden_states = _hidden_states(args, kwargs)
     _captured[layer] = _state_of_call(layer, hidden_states, get_num_microbatches())
     if layer not in _counted:
@@ -264,9 +262,6 @@ def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs["hidden_states"]
 
 
-# Megatron's own graphs of layers, `cuda_graph_impl="local"`.
-
-
 def _check_local(layer: Any, kwargs: dict[str, Any]) -> None:
     """Compare a training pass that may be replayed with the one that was captured."""
     now = (*_mask_of(kwargs).values(), *state_of(layer))
@@ -294,9 +289,6 @@ def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
             return made
 
     return clean_create
-
-
-# Graphs of whole iterations.
 
 
 def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
