@@ -10,26 +10,31 @@ that a CPU can, on N processes over gloo, in small sizes.
 """
 
 import argparse
-import dataclasses
 import sys
-from typing import Any
+from pathlib import Path
 
 import torch
 
+from padded_dispatch.utils.results import require_results
 from tests.gpu.lost_rank import HOW, lost_rank
-from tests.gpu.table import Row, table
+from tests.gpu.table import table
 from tests.support.pool import WorkerPool
-from tests.support.rows import Rows, add_results, found_by, parse
+from tests.support.rows import Rows, found_by
 
 
 def main() -> int:
     """Run all rows; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add_results(parser)
+    parser.add_argument("--out", type=Path, required=True, help="the results file")
+    parser.add_argument("--commit", required=True, help="commit that this tree was made from")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT")
     parser.add_argument("--ranks", type=int, metavar="N", help="the most ranks, on any GPUs")
     parser.add_argument("--cpu", type=int, metavar="N", help="use N processes without GPUs")
-    arguments = parse(parser)
+    arguments = parser.parse_args()
+    try:
+        require_results("--out", arguments.out)
+    except ValueError as error:
+        parser.error(str(error))
     num_gpus = 0 if arguments.cpu else torch.cuda.device_count()
     num_ranks = arguments.cpu or (num_gpus and arguments.ranks) or num_gpus
     if not num_ranks:
@@ -48,24 +53,13 @@ def main() -> int:
         if pool.num_workers != row.ranks:
             pool.end()
             pool = WorkerPool(row.ranks, backend=backend)
-        given = row.on(device)
-        rows.add({**fields(row, given[0]), **found_by(pool, row.run, *given)})
+        named = {"check": row.check, "name": row.name, "ranks": row.ranks}
+        rows.add(named | found_by(pool, row.run, *row.on(device)))
     pool.end()
     for how in HOW if num_gpus and num_ranks > 1 else ():
         if wanted(f"a rank {how}"):
             rows.add(lost_rank(num_ranks, how))
     return rows.exit_code()
-
-
-def fields(row: Row, case: Any) -> dict[str, Any]:
-    """Return what a row of results says about its case: the fields that are not the default."""
-    default = {f.name: f.default for f in dataclasses.fields(case)}
-    changed = {n: v for n, v in vars(case).items() if v not in (default[n], {}) and n != "name"}
-    changed |= {"ways": list(row.more[0])} if row.more and isinstance(row.more[0], dict) else {}
-    words = {
-        n: v if isinstance(v, int | float | str | list) else str(v) for n, v in changed.items()
-    }
-    return {"check": row.check, "name": row.name, "ranks": row.ranks, "case": words}
 
 
 if __name__ == "__main__":

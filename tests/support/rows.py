@@ -1,4 +1,4 @@
-"""What checks find, and results rows of programs: their flags, the file that they append to."""
+"""Rows of `python -m tests.gpu`: how a check runs, and the file that rows are appended to."""
 
 import argparse
 import os
@@ -7,11 +7,9 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from padded_dispatch.utils.results import about, append_run, require_results
+from padded_dispatch.utils.results import about, append_run
 from tests.support.pool import WorkerError, WorkerPool
 
 CASE_S = 240.0
@@ -30,46 +28,12 @@ ENVIRONMENT = {
 }
 
 
-def add_results(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """Add flags for a results file."""
-    parser.add_argument("--out", type=Path, required=required, help="the results file")
-    parser.add_argument("--commit", required=required, help="commit that this tree was made from")
-    parser.add_argument("--command", help="the command as typed, if this process sees another one")
-
-
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the command line; end the program if its `--out` cannot take results."""
-    arguments = parser.parse_args()
-    if arguments.out:
-        try:
-            require_results("--out", arguments.out)
-        except ValueError as error:
-            parser.error(str(error))
-    return arguments
-
-
-@dataclass(frozen=True, kw_only=True)
-class Findings:
-    """Findings of one rank: tensors that differ, in how many steps; facts; other failures."""
-
-    differing: dict[str, int] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    broken: tuple[str, ...] = ()
-
-    def failures(self) -> list[str]:
-        """Return all failures as text."""
-        differing = (f"{name} differs in {n} steps" for name, n in self.differing.items())
-        return [*differing, *self.broken]
-
-
 class Rows:
     """Rows of one run. The results file is complete after each row; a failure does not end it."""
 
     def __init__(self, arguments: argparse.Namespace, num_gpus: int) -> None:
         os.environ.update(ENVIRONMENT)
-        program = Path(sys.argv[0])
-        program = program.parent.name if program.stem == "__main__" else program.stem
-        command = arguments.command or f"python -m tests.{program} {shlex.join(sys.argv[1:])}"
+        command = f"python -m tests.gpu {shlex.join(sys.argv[1:])}"
         self._path = arguments.out
         self._about = about(num_gpus=num_gpus, command=command, commit=arguments.commit)
         self._about["environment"] = ENVIRONMENT
@@ -85,20 +49,20 @@ class Rows:
             print_line(f"    {failure.strip().splitlines()[-1][:300]}")
 
     def exit_code(self) -> int:
-        """Print a summary; return 1 if a row failed."""
+        """Print a summary; return 1 if a row failed, or there is none."""
         num_failed = self._outcomes.count(False)
         print_line(f"{len(self._outcomes) - num_failed} passed, {num_failed} failed")
-        return int(num_failed > 0)
+        return int(num_failed > 0 or not self._outcomes)
 
 
 def found_by(
     pool: WorkerPool, run: Callable[..., Any], *given: Any, timeout_s: float = CASE_S
 ) -> dict[str, Any]:
-    """Run a check on all ranks; return the fields of a row: facts, failures, passed, seconds.
+    """Run a check on all ranks, which return failures; return the fields of a row.
 
     The pool is ended after an error.
     """
-    started, facts = time.monotonic(), None
+    started = time.monotonic()
     try:
         found = pool.run(run, *given, timeout_s=timeout_s)
     except WorkerError as error:
@@ -106,11 +70,10 @@ def found_by(
         failures = [re.sub(r"\nTraceback.*?(?=\nrank \d|\Z)", "", str(error), flags=re.S)]
         pool.end()  # Leftover state could break the next case.
     else:
-        facts = found[0].facts
-        failures = {f"rank {r}: {text}" for r, f in enumerate(found) for text in f.failures()}
-        failures = sorted(failures)[:20]
+        failures = [f"rank {r}: {text}" for r, texts in enumerate(found) for text in texts]
+        failures = sorted(set(failures))[:20]
     seconds = round(time.monotonic() - started, 2)
-    return {"passed": not failures, "facts": facts, "failures": failures, "seconds": seconds}
+    return {"passed": not failures, "failures": failures, "seconds": seconds}
 
 
 def print_line(line: str) -> None:

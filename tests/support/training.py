@@ -70,7 +70,6 @@ from tests.support.packed_sequences import (
 )
 from tests.support.parity import megatron
 from tests.support.pool import forget_models
-from tests.support.rows import Findings
 
 SEED = 50
 EAGER_STEPS = 2  # before a capture, on GPUs
@@ -163,28 +162,30 @@ RETRIED = Model(
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A training: a hash of the bits of each tensor by name, of each step; facts; failures."""
+    """A training: a hash of the bits of each tensor by name, of each step; losses; failures."""
 
     steps: list[dict[str, Tensor]]
-    facts: dict[str, Any]
+    losses: list[float]
     broken: list[str]
 
 
-def ways_agree(model: Model, ways: dict[str, dict[str, Any]]) -> Findings:
-    """Train in each way, a change of the model, and compare with the first; runs on all ranks."""
-    differing, facts, broken, first = {}, {}, [], None
+def ways_agree(model: Model, ways: dict[str, dict[str, Any]]) -> list[str]:
+    """Train in each way, a change of the model; return what differs from the first, and failures.
+
+    Runs on all ranks.
+    """
+    broken, first = [], None
     changed = {name: with_changes(model, changes) for name, changes in ways.items()}
     with world(*changed.values()):
         for name, way in changed.items():
             found = train(way)
             first = first or found
-            differing |= {f"{name}: {n}": k for n, k in same_bits(first.steps, found.steps).items()}
+            differing = same_bits(first.steps, found.steps)
+            broken += [f"{name}: {n} differs in {k} steps" for n, k in differing.items()]
             broken += [f"{name}: {text}" for text in found.broken]
-            facts |= {fact: value for fact, value in found.facts.items() if value is not None}
             if way.on_gpu:
                 forget_models()  # They would hold memory that the next ones need.
-        facts["tensors_per_step"] = len(first.steps[-1]) if first else 0
-    return Findings(differing=differing, facts=facts, broken=tuple(broken))
+    return broken
 
 
 def with_changes(model: Model, changes: dict[str, Any]) -> Model:
@@ -196,29 +197,23 @@ def with_changes(model: Model, changes: dict[str, Any]) -> Model:
 def train(model: Model) -> Trained:
     """Train for all steps, inside of `world`; capture after the eager ones."""
     training = Training(model)
-    steps, report = [], None
+    steps = []
     for number in range(model.steps):
         if number == model.eager_steps:
-            report = training.capture()
+            training.capture()
         eager = without_graphs(training.chunks) if model.mixed and number % 2 else nullcontext()
         with eager:
             results = training.step(number)
         # Some states are on the host.
         steps.append({name: digest(tensor).to(model.device) for name, tensor in results.items()})
     retry = training.retry
-    facts = {
-        "loss": training.losses,
-        "graphs": training.num_graphs() if model.graph != "none" else None,
-        "self_test": None if report is None else dataclasses.asdict(report),
-        "retried": None if retry is None else retry.num_retried,
-    }
     broken = training.idle_failures()
-    if model.graph != "none" and facts["graphs"] == 0:
+    if model.graph != "none" and training.num_graphs() == 0:
         broken.append("nothing was captured")
     if retry is not None and not (model.steps if model.factor == 0.5 else 1) <= retry.num_retried:
         broken.append(f"{retry.num_retried} of {retry.num_steps} steps were repeated")
     training.end()
-    return Trained(steps=steps, facts=facts, broken=broken)
+    return Trained(steps=steps, losses=training.losses, broken=broken)
 
 
 def same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> dict[str, int]:
@@ -252,7 +247,7 @@ def differing_names(wanted: dict[str, Tensor], given: dict[str, Tensor]) -> list
     return [name for name in wanted if not torch.equal(bits(wanted[name]), bits(given[name]))]
 
 
-def memory_is_flat(model: Model) -> Findings:
+def memory_is_flat(model: Model) -> list[str]:
     """Train with graphs; memory after a tenth of the steps is all that is needed."""
     with world(model):
         training = Training(model)
@@ -267,11 +262,10 @@ def memory_is_flat(model: Model) -> Findings:
                 taken["reserved"].append(torch.cuda.memory_reserved())
         training.end()
     grew = {name: values for name, values in taken.items() if max(values) > values[0]}
-    broken = [f"{name} grew from {v[0]} to {max(v)} bytes" for name, v in grew.items()]
-    return Findings(facts=taken, broken=tuple(broken))
+    return [f"{name} grew from {v[0]} to {max(v)} bytes" for name, v in grew.items()]
 
 
-def replays_do_not_wait(model: Model) -> Findings:
+def replays_do_not_wait(model: Model) -> list[str]:
     """Train while calls that wait for the GPU raise in replays; profile five steps."""
     with world(model):
         training = Training(model)
@@ -299,7 +293,7 @@ def replays_do_not_wait(model: Model) -> Findings:
         broken.append("telemetry read nothing")
     if not any("GraphLaunch" in name for name in counts):
         broken.append("the profiler saw no launch of a graph")
-    return Findings(facts={"profiled": counts}, broken=tuple(broken))
+    return broken
 
 
 @contextmanager

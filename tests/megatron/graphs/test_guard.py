@@ -273,17 +273,15 @@ def on_gpu(changes: dict[str, Any]) -> Model:
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, DENSE], ids=["MoE", "no experts"])
 def test_replays_equal_eager_training(gpu_pools, changes):
-    [findings] = gpu_pools[1].run(ways_agree, on_gpu(changes), WAYS)
-    assert findings.failures() == []
-    assert findings.facts["graphs"] == 2
+    assert gpu_pools[1].run(ways_agree, on_gpu(changes), WAYS) == [[]]
 
 
 @pytest.mark.gpu
 def test_d22_old_versions_replay_other_gradients_without_experts_too(gpu_pools):
     # Stock's local graphs have no way back to eager passes of another size.
     trained = on_gpu(STOCK | {"evaluates": None})
-    [findings] = gpu_pools[1].run(ways_agree, trained, WAYS)
-    assert not any(name.startswith("eager again") for name in findings.differing)
+    [failures] = gpu_pools[1].run(ways_agree, trained, WAYS)
+    assert not any(text.startswith("eager again") for text in failures)
     norm = "the gradient of module.decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
-    found = f"graphs: {norm} of chunk 0" in findings.differing
-    assert found == bool(findings.differing) == IS_OLD
+    found = any(text.startswith(f"graphs: {norm} of chunk 0 differs") for text in failures)
+    assert found == bool(failures) == IS_OLD
