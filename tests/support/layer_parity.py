@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions
-from tests.support.parity import compare, megatron
+from tests.support.parity import megatron, too_far
 
 SEED = 20
 # Draws of weights and tokens that are judged together: the largest error of the 16 elements of a
@@ -87,8 +87,7 @@ def layer_agrees(case: LayerCase) -> list[str]:
         {name: torch.stack([draw[run][name] for draw in draws]) for name in draws[0][run]}
         for run in draws[0]
     )
-    errors = compare(ours, stock, exact, case.dtype)
-    broken = [f"{name}: {error}" for name, error in errors.items() if not error.passed]
+    broken = too_far(ours, stock, exact, case.dtype)
     if not all(torch.equal(ours[name], again[name]) for name in ours):
         broken.append("two runs of ours differ")
     return broken

@@ -1,9 +1,8 @@
 """Train a small GPT in several ways that must agree bit by bit: one harness for CPUs and GPUs.
 
 `train(model)` returns all losses, gradients, parameters, buffers, logged sums and counts of each
-step; `same_bits` compares two of them. A `Case` has a model and its ways: eager twice and with CUDA
-graphs; never dropping and with repeated steps; Megatron's plain and its combined schedule. The
-table of cases is `tests.gpu.table`. On a CPU, sizes are small, layers are Megatron's local ones,
+step. A row of `tests.gpu.table` has a model and its ways: eager twice and with CUDA graphs; never
+dropping and with repeated steps; Megatron's plain and its combined schedule. On a CPU, sizes are small, layers are Megatron's local ones,
 `graph_protocol` stands in for CUDA graphs, and plain SGD for Megatron's optimizer.
 """
 
@@ -74,7 +73,6 @@ from tests.support.pool import forget_models
 SEED = 50
 EAGER_STEPS = 2  # before a capture, on GPUs
 NEVER_CHOSEN = -1e4  # a router bias that no logit outweighs
-_EXPERT = re.compile(r"local_experts\.(\d+)\.|(?:weight|bias)(\d+)$")
 Graph = Literal["none", "layer", "helper", "local", "iteration"]
 
 
@@ -86,13 +84,13 @@ class Model:
     Megatron's own "helper"; by Megatron's "local" graphs; or a whole "iteration". `options`: of the
     padded dispatcher. `fields`, `ddp`: further fields of Megatron's configs. `never_drops`: it fits
     its sizes to the routing. `gpt_oss`: biases everywhere and a clamped activation. `etp`: size of
-    the expert tensor-parallel groups. `idle`: experts that no token chooses: "rank" means those of
-    the last rank in two of three steps, "expert" the last one always, "others" those of all ranks
-    but the first in two of three steps. `mixed`: each second step is eager. `masked`: each
-    microbatch has a padding mask of its own. `packed`: it is packed from two sequences of other
-    lengths. `evaluates`: batch and length of an evaluation before every step. `draws`: batches are
-    drawn from the generators that dropout draws from, on the first tensor-parallel rank alone, as
-    Megatron-LM's loaders do. `counts`: the layers' counters are compared.
+    the expert tensor-parallel groups. `idle`: whose experts no token chooses in two of three
+    steps: the last "rank" or the "others" than the first. `mixed`: each second step is eager.
+    `masked`: each microbatch has a padding mask of its own. `packed`: it is packed from two
+    sequences of other lengths. `evaluates`: batch and length of an evaluation before every step.
+    `draws`: batches are drawn from the generators that dropout draws from, on the first
+    tensor-parallel rank alone, as Megatron-LM's loaders do. `counts`: the layers' counters are
+    compared.
     """
 
     device: str = "cpu"
@@ -111,7 +109,7 @@ class Model:
     never_drops: bool = False
     dtype: torch.dtype = torch.bfloat16
     gpt_oss: bool = False
-    idle: Literal["none", "rank", "expert", "others"] = "none"
+    idle: Literal["none", "rank", "others"] = "none"
     mixed: bool = False
     masked: bool = False
     packed: bool = False
@@ -207,7 +205,7 @@ def train(model: Model) -> Trained:
         # Some states are on the host.
         steps.append({name: digest(tensor).to(model.device) for name, tensor in results.items()})
     retry = training.retry
-    broken = training.idle_failures()
+    broken = []
     if model.graph != "none" and training.num_graphs() == 0:
         broken.append("nothing was captured")
     if retry is not None and not (model.steps if model.factor == 0.5 else 1) <= retry.num_retried:
@@ -256,7 +254,7 @@ def memory_is_flat(model: Model) -> list[str]:
             if number == EAGER_STEPS:
                 training.capture()
             training.step(number)
-            training.forget()
+            del training.losses[:-1]
             if number >= EAGER_STEPS and number % max(1, model.steps // 10) == 0:
                 taken["allocated"].append(torch.cuda.memory_allocated())
                 taken["reserved"].append(torch.cuda.memory_reserved())
@@ -409,8 +407,6 @@ class Training:
         self.random = RandomStates.now()
         self._logged: dict[str, Tensor] = {}
         self.losses: list[float] = []
-        # Numbers of nonzero elements in gradients of idle experts and of the others.
-        self._nonzero: dict[bool, list[Tensor]] = {True: [], False: []}
 
     def capture(self) -> Any:
         """Capture graphs of layers; return the self-test's result, if there is one."""
@@ -451,7 +447,7 @@ class Training:
         with outside():
             self.random.restore()
             put_logged_back(self._logged)
-            idle = self._make_idle(number)
+            self._make_idle(number)
             if self.model.evaluates:
                 results |= self._evaluate(number, *self.model.evaluates)
         reports = self.passes(number=number)
@@ -467,7 +463,6 @@ class Training:
                 f"the gradient of {name}": parameter.main_grad.clone()
                 for name, parameter in self._parameters()
             }
-            self._note_idle(idle)
             self._update()
             results |= {name: parameter.data for name, parameter in self._parameters()}
             for index, chunk in enumerate(self.chunks):
@@ -498,24 +493,6 @@ class Training:
         """Run one forward pass of the first chunk; `given` replaces arguments of the model."""
         inputs = next(self._batches(number, batch or self.model.batch, seq or self.model.seq))
         return forward(iter([inputs | given]), self.chunks[0])[0]
-
-    def forget(self) -> None:
-        """Forget all losses but the last, and what was noted of gradients."""
-        del self.losses[:-1], self._nonzero[True][:], self._nonzero[False][:]
-
-    def idle_failures(self) -> list[str]:
-        """Check that gradients of idle experts are zero and that some of the others are not."""
-        model = self.model
-        if model.idle == "none":
-            return []
-        idle, busy = ([int(count) for count in self._nonzero[which]] for which in (True, False))
-        last_rank = parallel_state.get_expert_model_parallel_rank() == model.ep - 1
-        broken = {
-            "an expert without a token has a gradient that is not zero": any(idle),
-            "no expert has a gradient": not any(busy),
-            "no expert was idle": last_rank and not idle,
-        }
-        return [text for text, holds in broken.items() if holds]
 
     @torch.no_grad()
     def _evaluate(self, number: int, batch: int, seq: int) -> dict[str, Tensor]:
@@ -604,40 +581,19 @@ class Training:
                 yield f"{name} of chunk {index}", parameter
 
     @torch.no_grad()
-    def _make_idle(self, number: int) -> list[int]:
-        """Let no token choose some experts in this step; return their ids."""
+    def _make_idle(self, number: int) -> None:
+        """Let no token choose some experts in two of three steps."""
         model = self.model
-        if model.idle == "none" or (model.idle != "expert" and number % 3 == 0):
-            return []
         of_rank = model.num_experts // model.ep
-        sizes = {"rank": of_rank, "expert": 1, "others": model.num_experts - of_rank}
-        num_idle = sizes[model.idle]
-        for _, layer in self.moe:
-            layer.router.bias[-num_idle:] = NEVER_CHOSEN
-        return list(range(model.num_experts - num_idle, model.num_experts))
-
-    def _note_idle(self, idle: list[int]) -> None:
-        for _, layer in self.moe if self.model.idle != "none" else ():
-            for name, parameter in layer.experts.named_parameters():
-                for local, grad in _grads_of_experts(layer, name, parameter):
-                    expert = layer.local_expert_indices[local]
-                    self._nonzero[expert in idle].append(grad.count_nonzero())
+        num_idle = {"none": 0, "rank": of_rank, "others": model.num_experts - of_rank}[model.idle]
+        for _, layer in self.moe if num_idle else ():
+            layer.router.bias[-num_idle:] = NEVER_CHOSEN if number % 3 else 0
 
 
 def layers_of(training: Training) -> list[Any]:
     """Return all transformer layers."""
     decoders = (chunk.module.module.decoder for chunk in training.chunks)
     return [layer for decoder in decoders for layer in decoder.layers]
-
-
-def _grads_of_experts(layer: Any, name: str, parameter: Any) -> Iterator[tuple[int, Tensor]]:
-    """Yield the gradient of each local expert in a parameter, which holds one expert or all."""
-    found = _EXPERT.search(name)
-    if found is not None:
-        yield int(found[1] or found[2]), parameter.main_grad
-    else:
-        num_experts = len(layer.local_expert_indices)
-        yield from enumerate(parameter.main_grad.unflatten(0, (num_experts, -1)))
 
 
 def draws(model: Model) -> Iterator[dict[str, Tensor]]:
