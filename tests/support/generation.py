@@ -245,19 +245,15 @@ def generates_as_stock(case: GenerationCase) -> list[str]:
         top = wanted.topk(2).values
         tied = top[..., 0] - top[..., 1] < 8 * stock_error
         others = logits.argmax(-1) != wanted.argmax(-1)
-        dispatchers = [m.token_dispatcher for m in model.modules() if is_padded(m)]
-        counts = [dispatcher.eval_counters for dispatcher in dispatchers]
+        counts = [m.token_dispatcher.eval_counters for m in model.modules() if is_padded(m)]
         dropped: Any = sum((one.demand_E - one.kept_E).sum() for one in counts)
         dist.all_reduce(dropped)  # A rank counts what it asked for, and what it received.
-        dropped = int(dropped)
-        broken = []
-        if dropped:
-            broken.append(f"{dropped} rows were dropped")
+        broken = [f"{int(dropped)} rows were dropped"] if dropped else []
         if not error <= limit:
             broken.append(f"logits are off by {error}, above {limit}")
-        if (others & ~tied).any():
-            broken.append(f"{int((others & ~tied).sum())} greedy tokens differ from stock")
-        del model, dispatchers, counts
+        if num_others := int((others & ~tied).sum()):
+            broken.append(f"{num_others} greedy tokens differ from stock")
+        del model, counts
         gc.collect()
         return broken
 

@@ -55,16 +55,14 @@ class Rows:
         return int(num_failed > 0 or not self._outcomes)
 
 
-def found_by(
-    pool: WorkerPool, run: Callable[..., Any], *given: Any, timeout_s: float = CASE_S
-) -> dict[str, Any]:
+def found_by(pool: WorkerPool, run: Callable[..., Any], *given: Any) -> dict[str, Any]:
     """Run a check on all ranks, which return failures; return the fields of a row.
 
     The pool is ended after an error.
     """
     started = time.monotonic()
     try:
-        found = pool.run(run, *given, timeout_s=timeout_s)
+        found = pool.run(run, *given, timeout_s=CASE_S)
     except WorkerError as error:
         # Remove tracebacks, which contain paths of the machine.
         failures = [re.sub(r"\nTraceback.*?(?=\nrank \d|\Z)", "", str(error), flags=re.S)]

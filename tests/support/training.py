@@ -2,8 +2,9 @@
 
 `train(model)` returns all losses, gradients, parameters, buffers, logged sums and counts of each
 step. A row of `tests.gpu.table` has a model and its ways: eager twice and with CUDA graphs; never
-dropping and with repeated steps; Megatron's plain and its combined schedule. On a CPU, sizes are small, layers are Megatron's local ones,
-`graph_protocol` stands in for CUDA graphs, and plain SGD for Megatron's optimizer.
+dropping and with repeated steps; Megatron's plain and its combined schedule. On a CPU, sizes are
+small, layers are Megatron's local ones, `graph_protocol` stands in for CUDA graphs, and plain SGD
+for Megatron's optimizer.
 """
 
 import dataclasses
@@ -136,11 +137,6 @@ class Model:
         return self.device == "cuda"
 
     @property
-    def eager_steps(self) -> int:
-        """Steps before a capture."""
-        return EAGER_STEPS if self.on_gpu else 1
-
-    @property
     def dp(self) -> int:
         """Data-parallel size of everything but the experts."""
         return self.ranks // (self.tp * self.cp * self.pp)
@@ -197,7 +193,7 @@ def train(model: Model) -> Trained:
     training = Training(model)
     steps = []
     for number in range(model.steps):
-        if number == model.eager_steps:
+        if number == (EAGER_STEPS if model.on_gpu else 1):
             training.capture()
         eager = without_graphs(training.chunks) if model.mixed and number % 2 else nullcontext()
         with eager:
