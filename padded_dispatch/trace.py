@@ -49,8 +49,7 @@ class Trace:
         ranks: int32 [N], its source rank.
         ids_NTK: int16, experts in ascending order, then -1: for a padding token, and for a token
             with fewer than K experts.
-        probs_NTK: float32, the probabilities of these experts, 0 where the id is -1; None where
-            they were not recorded.
+        probs_NTK: float32, the probabilities of these experts, 0 where the id is -1.
         capacity_pool: of the run; None if it is not known.
 
     Raises:
@@ -64,7 +63,7 @@ class Trace:
     layers: NDArray[np.int32]
     ranks: NDArray[np.int32]
     ids_NTK: NDArray[np.int16]
-    probs_NTK: NDArray[np.float32] | None
+    probs_NTK: NDArray[np.float32]
     capacity_pool: CapacityPool | None = None
 
     def __post_init__(self) -> None:
@@ -112,15 +111,14 @@ class Trace:
             layers=self.layers[chosen],
             ranks=self.ranks[chosen],
             ids_NTK=self.ids_NTK[chosen],
-            probs_NTK=None if self.probs_NTK is None else self.probs_NTK[chosen],
+            probs_NTK=self.probs_NTK[chosen],
         )
 
 
 def merge(traces: Sequence[Trace], names: Sequence[object] | None = None) -> Trace:
     """Merge traces, such as one per rank, into one.
 
-    Its records are ordered by step, micro-batch, layer and rank. Probabilities are kept where all
-    parts have them.
+    Its records are ordered by step, micro-batch, layer and rank.
 
     Args:
         traces: the parts, at least one.
@@ -151,14 +149,13 @@ def merge(traces: Sequence[Trace], names: Sequence[object] | None = None) -> Tra
     layers = np.concatenate([part.layers for part in traces])
     ranks = np.concatenate([part.ranks for part in traces])
     order = np.lexsort((ranks, layers, np.concatenate(microbatches), steps))
-    probs = [part.probs_NTK for part in traces if part.probs_NTK is not None]
     return replace(
         first,
         steps=steps[order],
         layers=layers[order],
         ranks=ranks[order],
         ids_NTK=np.concatenate([part.ids_NTK for part in traces])[order],
-        probs_NTK=np.concatenate(probs)[order] if len(probs) == len(traces) else None,
+        probs_NTK=np.concatenate([part.probs_NTK for part in traces])[order],
     )
 
 
@@ -234,21 +231,17 @@ def _last_common_step(trace: Trace) -> int:
 
 
 def record_bytes(num_tokens: int, top_k: int) -> int:
-    """Return the bytes of one record with probabilities in a file, but for the step's header."""
-    return _record_dtype(num_tokens, top_k, probs=True).itemsize
+    """Return the bytes of one record in a file, but for the step's header."""
+    return _record_dtype(num_tokens, top_k).itemsize
 
 
 def append(part: Trace, file: BinaryIO) -> None:
     """Append records to a file that was opened for binary writing; others can read them at once."""
-    has_probs = part.probs_NTK is not None
-    dtype = _record_dtype(part.num_tokens, part.top_k, probs=has_probs)
-    records = np.empty(part.num_records, dtype)
+    records = np.empty(part.num_records, _record_dtype(part.num_tokens, part.top_k))
     records["step"], records["layer"], records["rank"] = part.steps, part.layers, part.ranks
     records["num_experts"], records["num_ranks"] = part.num_experts, part.num_ranks
     records["pool"] = _POOLS.index(part.capacity_pool)
-    records["ids"] = part.ids_NTK
-    if part.probs_NTK is not None:
-        records["probs"] = part.probs_NTK
+    records["probs"], records["ids"] = part.probs_NTK, part.ids_NTK
     np.save(file, records, allow_pickle=False)
     file.flush()
 
@@ -258,11 +251,10 @@ _MAGIC = npy.magic(1, 0)
 _SETTINGS = ("num_experts", "num_ranks", "pool")  # alike in all records of a file
 
 
-def _record_dtype(num_tokens: int, top_k: int, *, probs: bool) -> np.dtype:
+def _record_dtype(num_tokens: int, top_k: int) -> np.dtype:
     choices = num_tokens, top_k
     fields = [(name, "<i4") for name in ("layer", "rank", *_SETTINGS)]
-    with_probs = [("probs", "<f4", choices)] if probs else []
-    return np.dtype([("step", "<i8"), *fields, *with_probs, ("ids", "<i2", choices)])
+    return np.dtype([("step", "<i8"), *fields, ("probs", "<f4", choices), ("ids", "<i2", choices)])
 
 
 def _load(path: Path) -> Trace | None:
@@ -288,8 +280,8 @@ def _load(path: Path) -> Trace | None:
 
 def _trace(arrays: Sequence[NDArray[np.void]]) -> Trace:
     first = arrays[0].dtype
-    kinds = [_record_dtype(1, 1, probs=probs).names for probs in (False, True)]
-    require(first.names in kinds, "dtype", first, "be that of a trace", _FIX)
+    is_trace = first.names == _record_dtype(1, 1).names
+    require(is_trace, "dtype", first, "be that of a trace", _FIX)
     for array in arrays:
         require(array.dtype == first, "dtype", array.dtype, f"be {first}, as in the first step")
 
@@ -318,5 +310,5 @@ def _trace(arrays: Sequence[NDArray[np.void]]) -> Trace:
         layers=joined("layer"),
         ranks=joined("rank"),
         ids_NTK=ids_NTK,
-        probs_NTK=joined("probs") if first.names == kinds[1] else None,
+        probs_NTK=joined("probs"),
     )

@@ -81,9 +81,7 @@ def _tune(given: argparse.Namespace) -> int:
     if given.hidden_size is not None:
         sizes = LayerSizes(hidden_size=given.hidden_size, ffn_size=given.ffn_size)
     trace = _load(given)
-    demand, strikes = demand_of(trace), None
-    if given.collectives:
-        strikes = "position" if trace.probs_NTK is None else "probs"
+    demand = demand_of(trace)
     if sizes is not None:
         sizes = replace(sizes, num_layers=given.store_layers or len(demand.layers))
     found = study(
@@ -93,7 +91,7 @@ def _tune(given: argparse.Namespace) -> int:
         pools=(given.pool,) if given.pool else POOLS,
         etp=given.etp,
         store_layers=given.store_layers,
-        strikes=strikes,
+        strikes="probs" if given.collectives else None,
         sizes=sizes,
     )
     sys.stdout.write(f"{report.summary(found, given.report)}\n")

@@ -79,7 +79,7 @@ def strike(trace: Trace, num_slots: int, num_ranks: int, policy: Policy) -> NDAr
         rank_TK = np.where(ids_TK < 0, num_ranks, ids_TK // per_rank)
         weight_TR = np.full((len(ids_TK), num_ranks + 1), -np.inf, np.float32)
         weight_TR[token_T1, rank_TK] = 0
-        if policy == "probs" and trace.probs_NTK is not None:
+        if policy == "probs":
             np.add.at(weight_TR, (token_T1, rank_TK), trace.probs_NTK[n])
         order_TR = np.argsort(-weight_TR, axis=0, kind="stable")
         kept_TR = np.zeros(weight_TR.shape, bool)

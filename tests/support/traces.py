@@ -7,11 +7,10 @@ import numpy as np
 from padded_dispatch.trace import Trace, append
 
 
-def ascending(ids: np.ndarray, probs: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
+def ascending(ids: np.ndarray, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sort every token's choices into the normal form: by expert, then -1. Shapes [..., K]."""
     order = np.argsort(ids.view(np.uint16), axis=-1, kind="stable")
-    sorted_probs = None if probs is None else np.take_along_axis(probs, order, axis=-1)
-    return np.take_along_axis(ids, order, axis=-1), sorted_probs
+    return tuple(np.take_along_axis(values, order, axis=-1) for values in (ids, probs))
 
 
 def small_trace(
@@ -23,7 +22,6 @@ def small_trace(
     num_experts: int = 6,
     top_k: int = 3,
     num_ranks: int = 2,
-    probs: bool = True,
     seed: int = 0,
 ) -> Trace:
     """Return random choices, a quarter of them missing, with many equal probabilities."""
@@ -42,7 +40,7 @@ def small_trace(
         layers=np.array(layers, np.int32),
         ranks=np.array(ranks, np.int32),
         ids_NTK=ids_NTK,
-        probs_NTK=probs_NTK if probs else None,
+        probs_NTK=probs_NTK,
     )
 
 
