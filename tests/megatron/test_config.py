@@ -235,15 +235,22 @@ def test_factor_by_layer_and_mode(options, layer_number, training, factor):
 OVERLAPS: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
 
 
-@pytest.mark.parametrize("scopes", [(), ("attn", "moe"), "local"], ids=str)
-def test_what_the_combined_schedule_cannot_run_is_refused(scopes):
-    fields = layer_graphs() | LOCAL if scopes == "local" else layer_graphs(*scopes)
-    config = megatron_config(**OVERLAPS, **fields)
-    impl = fields["cuda_graph_impl"]
-    with pytest.raises(ValueError, match=f"  cuda_graph_impl='{impl}' of .* overlap_.*Remedy: "):
+@pytest.mark.parametrize(
+    "name", ["overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad"]
+)
+def test_overlaps_are_refused_with_graphs_of_experts(name):
+    for graphs in (layer_graphs(), layer_graphs("attn", "moe"), layer_graphs() | LOCAL):
+        config = megatron_config(**graphs)
         check_config(config)
-    config.overlap_moe_expert_parallel_comm = False
-    check_config(config)
+        setattr(config, name, True)  # A version may lack it.
+        impl = graphs["cuda_graph_impl"]
+        words = f"  cuda_graph_impl='{impl}' of layers with .*, with {name}: .*Remedy: "
+        with pytest.raises(ValueError, match=words):
+            check_config(config)
+    for scopes in NO_EXPERTS:
+        config = megatron_config(**layer_graphs(*scopes))
+        setattr(config, name, True)
+        check_config(config)
 
 
 def test_virtual_stages_need_overlapped_sends_for_the_combined_schedule():
@@ -257,41 +264,20 @@ def test_virtual_stages_need_overlapped_sends_for_the_combined_schedule():
     check_pipeline(config)
 
 
-def test_graphs_of_experts_are_refused_where_their_gradients_come_after_backward():
-    name = "overlap_dispatch_backward_with_experts_wgrad"
-    for scopes in ((), ("attn", "moe"), ("attn", "moe_router"), ("attn",)):
-        config = megatron_config(**layer_graphs(*scopes))
-        setattr(config, name, True)  # 0.16 and 0.17 do not have it.
-        if scopes and "moe" not in scopes:
-            check_config(config)
-            continue
-        with pytest.raises(ValueError, match=f"of layers with their experts, with {name}: in a re"):
-            check_config(config)
-
-
 class OwnExperts(megatron_experts.SequentialMLP):
     pass
 
 
-@pytest.mark.parametrize(
-    "cls", [megatron_experts.TEGroupedMLP, megatron_experts.SequentialMLP, OwnExperts]
-)
-def test_experts_that_take_padded_rows_are_accepted(cls):
-    check_experts(cls.__new__(cls))
+def test_experts_that_take_padded_rows_are_accepted():
+    for cls in (megatron_experts.TEGroupedMLP, megatron_experts.SequentialMLP, OwnExperts):
+        check_experts(cls.__new__(cls))
 
 
 @pytest.mark.parametrize(
     "cls",
     [
-        # One of the two is in every version: the first in 0.16, the second from 0.17 on.
-        *(
-            getattr(megatron_experts, name)
-            for name in ("GroupedMLP", "InferenceGroupedMLP")
-            if hasattr(megatron_experts, name)
-        ),
-        type("GroupedMLP", (), {}),
         type("InferenceGroupedMLP", (megatron_experts.TEGroupedMLP,), {}),
-        type("MyGroupedMLP", (type("GroupedMLP", (), {}),), {}),
+        getattr(megatron_experts, "GroupedMLP", type("GroupedMLP", (), {})),  # Gone in 0.17.
         type("UnknownExperts", (), {}),
     ],
 )

@@ -218,12 +218,8 @@ def test_ddp_hears_of_a_gradient_once_and_when_it_is_there(adds):
 def test_weights_are_read_when_ddp_has_gathered_them():
     """With `overlap_param_gather` DDP waits in the call of the module that has a parameter."""
     made, other = layer("store", 1.0), layer("store", 1.0)
-    config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        bucket_size=1,
-    )
+    names = "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"
+    config = DistributedDataParallelConfig(**dict.fromkeys(names, True), bucket_size=1)
     ddp = DistributedDataParallel(made.config, config, made)
     for linear in (other.experts.linear_fc1, other.experts.linear_fc2):
         torch.nn.init.normal_(linear.weight)

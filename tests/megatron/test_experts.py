@@ -35,6 +35,7 @@ MODULE = PaddedOptions(experts="module")
 PACKED = PaddedOptions(experts="packed")
 CELLS = PaddedOptions(experts="packed", capacity_pool="expert")
 AUTO = PaddedOptions(experts="auto")
+STORE = PaddedOptions(capacity_pool="store")
 SHAPES = {"fc1": (48, tiny.HIDDEN), "fc2": (tiny.HIDDEN, 24)}
 
 
@@ -342,22 +343,18 @@ def test_auto_leaves_experts_to_adapters():
 
 
 @pytest.mark.parametrize(
-    ("settings", "options", "line"),
+    ("options", "line"),
     [
-        ({}, AUTO, "experts=packed (experts='auto'), capacity_pool=store"),
-        ({}, CELLS, "experts=packed (experts='packed' was asked for), capacity_pool=expert"),
-        (
-            {},
-            PaddedOptions(capacity_pool="store"),
-            "experts=packed (capacity_pool='store'), capacity_pool=store",
-        ),
+        (AUTO, "experts=packed (experts='auto'), capacity_pool=store"),
+        (CELLS, "experts=packed (experts='packed' was asked for), capacity_pool=expert"),
+        (STORE, "experts=packed (capacity_pool='store'), capacity_pool=store"),
     ],
     ids=str,
 )
-def test_what_was_chosen_is_logged_once(caplog, settings, options, line):
+def test_what_was_chosen_is_logged_once(caplog, options, line):
     log_once.cache_clear()
     with caplog.at_level(logging.INFO, "padded_dispatch"):
-        made = [layer(options, later=settings) for _ in range(2)]
+        made = [layer(options) for _ in range(2)]
     experts = line.removeprefix("experts=").split()[0]
     assert made[0].token_dispatcher.chosen == {"experts": experts, "exchange": "none"}
     assert caplog.messages == [f"padded dispatch: {line}, exchange=none (one rank)"]
