@@ -218,7 +218,6 @@ def check_paths(words: list[str]) -> None:
                 spec = importlib.util.find_spec(f"{module}.__main__")
             assert spec is not None and spec.origin is not None, module
             source = Path(spec.origin).read_text()
-            source += (ROOT / "tests" / "support" / "rows.py").read_text()
             assert [f for f in flags if f.startswith("--") and f'"{f}"' not in source] == []
         case ["python", script, *_] if script.endswith(".py"):
             assert (ROOT / script).exists(), script

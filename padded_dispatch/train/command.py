@@ -58,7 +58,7 @@ def compare(argv: list[str]) -> int:
         trace = settings.output.trace
         require(trace is None, "--trace", str(trace), rule, "keep figures with --out")
     total = repeats * len(runs)
-    titles = [f"{i + 1}/{total} {contenders[i % len(runs)][0]}" for i in range(total)]
+    titles = [f"{i + 1}/{total} {contenders[i % len(runs)][0]}".rstrip() for i in range(total)]
     _start(runs * repeats, titles)
     return 0
 
