@@ -10,8 +10,6 @@ room.
 Letters: see `padded_dispatch.config`.
 """
 
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,10 +19,6 @@ from padded_dispatch.exchange.choose import Wire
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import TakeRoom
-
-# Gradients of a weight [L, O, I] that wait, oldest first. Each call computes one, or adds it to the
-# sums and returns unspecified memory.
-Delayed = deque[Callable[[], Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +55,6 @@ class ExpertWeights:
         scaled: the same weights in e4m3, with which a pass computes its rows; None computes in the
             dtype of the weights. Its refreshed state is read, so all passes between two steps
             share it. Then D and F are multiples of 16 on CUDA devices.
-        fc1_delayed, fc2_delayed: where backward keeps the gradient of a weight for later; that of
-            fc2 is computed first. None computes it.
     """
 
     fc1_LGD: Tensor
@@ -72,8 +64,6 @@ class ExpertWeights:
     fc1_sums: Sums | None = None
     fc2_sums: Sums | None = None
     scaled: ScaledWeights | None = None
-    fc1_delayed: Delayed | None = None
-    fc2_delayed: Delayed | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ wanted or not.
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -152,14 +151,9 @@ class _Pass(torch.autograd.Function):
         if needs_fc2_bias:
             grad_fc2_bias = grouped.sum_rows(grad_ND, prob_M, segments, stored=False)
 
-        of_fc2 = partial(_weight_gradient, grad_ND, hidden_NF, segments, False, weights.fc2_sums)
-        of_fc1 = partial(_weight_gradient, grad_fc1_MG, rows_MD, segments, True, weights.fc1_sums)
-        last = partial(_give_back, of_fc1 if needs_fc1 else None, kept.room, kept.found)
         grad_fc1 = grad_fc2 = None
-        if needs_fc2 and weights.fc2_delayed is None:
-            grad_fc2 = of_fc2()
-        elif needs_fc2:
-            weights.fc2_delayed.append(of_fc2)
+        if needs_fc2:
+            grad_fc2 = _weight_gradient(grad_ND, hidden_NF, segments, False, weights.fc2_sums)
         fc1_LDG = fc1_LGD.transpose(1, 2) if forms is None else forms.fc1_LDG
         given = scaled_NG or grad_fc1_MG, fc1_LDG, segments
         to = {"at_M": None if wire.homes_S is None else home_M, "stored": scaled_NG is None}
@@ -167,10 +161,11 @@ class _Pass(torch.autograd.Function):
         grad_TD, grad_TK = wire.home(product, row_SPK, segments.offsets, grad_prob_N)
         if needs_fc1_bias:
             grad_fc1_bias = grouped.sum_rows(grad_fc1_MG, None, segments, stored=True)
-        if needs_fc1 and weights.fc1_delayed is not None:
-            weights.fc1_delayed.append(last)
-        else:
-            grad_fc1 = last()
+        if needs_fc1:
+            grad_fc1 = _weight_gradient(grad_fc1_MG, rows_MD, segments, True, weights.fc1_sums)
+        if kept.room.top is not None:  # That was the last use of the rows.
+            layout.release(kept.room.top, kept.found)
+        kept.room.close()
         grads = grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias
         return grad_TD, grad_TK, *grads, None, None, None
 
@@ -193,12 +188,3 @@ def _weight_gradient(
     to = () if sums is None else (sums.sums_LOI, sums.zeroed)
     product_LOI = gemm.weight_gradients(grad, rows_NI, segments, *to, stored=stored)
     return product_LOI if sums is None else sums.unspecified()
-
-
-def _give_back(of_fc1: Callable[[], Tensor] | None, room: Room, found: layout.Offsets) -> Any:
-    """Return fc1's gradient, whose products are the last use of the rows, and give these back."""
-    gradient = None if of_fc1 is None else of_fc1()
-    if room.top is not None:
-        layout.release(room.top, found)
-    room.close()
-    return gradient

@@ -12,14 +12,13 @@ n: rows of the pass; `..._N` has one element for each of them.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from padded_dispatch.exchange.collectives import CollectiveWire
-from padded_dispatch.experts import Call, ExpertWeights, Sums
+from padded_dispatch.experts import Call, ExpertWeights
 from padded_dispatch.experts.activation import Activation, activate
 from padded_dispatch.experts.scaled import quantize, widen
 from padded_dispatch.experts.store import Room
@@ -127,8 +126,8 @@ def _experts(
     activation: Activation,
 ) -> Tensor:
     dtype, no_bias, scaled = rows_ND.dtype, [None] * len(kept_L), weights.scaled
-    fc1_LGD = _Weight.apply(weights.fc1_LGD, weights.fc1_sums, weights.fc1_delayed)
-    fc2_LDF = _Weight.apply(weights.fc2_LDF, weights.fc2_sums, weights.fc2_delayed)
+    fc1_LGD = _Weight.apply(weights.fc1_LGD, weights.fc1_sums)
+    fc2_LDF = _Weight.apply(weights.fc2_LDF, weights.fc2_sums)
     forms = (None,) * 4
     if scaled is not None:
         forms = scaled.fc1_LGD, scaled.fc1_LDG, scaled.fc2_LDF, scaled.fc2_LFD
@@ -184,32 +183,24 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Weight(torch.autograd.Function):
-    """A weight in at least fp32; its gradient may be added to sums, or kept for later, or both."""
+    """A weight in at least fp32, whose gradient may be added to sums."""
 
     @staticmethod
-    def forward(ctx, weight_LOI, sums, delayed):
-        ctx.given, ctx.delayed = (sums, weight_LOI.dtype), delayed
+    def forward(ctx, weight_LOI, sums):
+        ctx.sums, ctx.dtype = sums, weight_LOI.dtype
         return weight_LOI.to(_wide(weight_LOI.dtype))
 
     @staticmethod
     def backward(ctx, grad_LOI):  # pyright: ignore[reportIncompatibleMethodOverride]
-        deliver = partial(_deliver, grad_LOI, *ctx.given)
-        if ctx.delayed is None:
-            return deliver(), None, None
-        ctx.delayed.append(deliver)
-        return None, None, None
-
-
-def _deliver(grad_LOI: Tensor, sums: Sums | None, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of a weight, or add it to its sums and return unspecified memory."""
-    if sums is None:
-        return grad_LOI.to(dtype)
-    if sums.zeroed[0]:
-        sums.sums_LOI.copy_(grad_LOI)
-        sums.zeroed.zero_()
-    else:
-        sums.sums_LOI.add_(grad_LOI)
-    return sums.unspecified()
+        sums = ctx.sums
+        if sums is None:
+            return grad_LOI.to(ctx.dtype), None
+        if sums.zeroed[0]:
+            sums.sums_LOI.copy_(grad_LOI)
+            sums.zeroed.zero_()
+        else:
+            sums.sums_LOI.add_(grad_LOI)
+        return sums.unspecified(), None
 
 
 class _Release(torch.autograd.Function):

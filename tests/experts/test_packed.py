@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.exchange.direct import DirectStores
-from padded_dispatch.experts import Call, Delayed, ExpertWeights, Sums, packed, plain
+from padded_dispatch.experts import Call, ExpertWeights, Sums, packed, plain
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import Buffers, Store, TakeRoom, fitting, scratch
@@ -56,7 +56,6 @@ class Case:
     activation: Activation = SWIGLU
     biased: bool = False
     sums: bool = False
-    delayed: bool = False
     scaled: bool = False
     tokens: int = TOKENS
     local_experts: int = 3
@@ -98,8 +97,6 @@ class Model:
                     spare = torch.empty_like(ones)
                     zeroed = torch.zeros(2, dtype=torch.int32)
                     given[f"{linear}_sums"] = Sums(sums_LOI=ones, spare_LOI=spare, zeroed=zeroed)
-                if case.delayed:
-                    given[f"{linear}_delayed"] = Delayed()
             if case.scaled:
                 leaves = given["fc1_LGD"].detach(), given["fc2_LDF"].detach()
                 given["scaled"] = ScaledWeights(*leaves)
@@ -146,17 +143,6 @@ def trained(case: Case, run: Any, dtype: torch.dtype, passes: int = 1) -> dict[s
             model, run, exchange, lambda number: partial(model.store.take, [number], case.tokens)
         )
         out_TD.backward(model.grad_TD)
-        for weights in reversed(model.weights):  # As the schedule does.
-            for tensor, waiting in (
-                (weights.fc2_LDF, weights.fc2_delayed),
-                (weights.fc1_LGD, weights.fc1_delayed),
-            ):
-                if waiting is not None:
-                    gradient = waiting.popleft()()
-                    assert not waiting
-                    if not case.sums:
-                        assert tensor.grad is None
-                        tensor.grad = gradient
     assert stacks_are_empty(model.store)
     return {"out": out_TD.detach().double()} | model.gradients()
 
@@ -174,8 +160,7 @@ CASES = [
     Case(factor=0.5, routings=("full", "hot", "thin")),
     Case(factor=0.5, routings=("hot", "full"), biased=True, activation=GPT_OSS),
     Case(biased=True, sums=True, activation=Activation(function="squared_relu", gated=False)),
-    Case(routings=("full", "thin"), delayed=True),
-    Case(routings=("full", "hot"), delayed=True, sums=True, factor=0.4),
+    Case(routings=("full", "hot"), sums=True, factor=0.4),
     Case(tokens=1),
     Case(ranks=2, routings=("full", "thin")),
     Case(ranks=2, routings=("full", "idle rank"), factor=0.6),
@@ -183,13 +168,7 @@ CASES = [
     Case(ranks=2, routings=("thin", "full"), exchange="direct", biased=True),
     Case(ranks=2, exchange="direct", routings=("idle rank",), sums=True),
     Case(ranks=2, routings=("one rank", "full", "thin"), exchange="direct", factor=0.5),
-    Case(
-        ranks=2,
-        routings=("idle source", "none"),
-        exchange="direct",
-        factor=1.5,
-        delayed=True,
-    ),
+    Case(ranks=2, routings=("idle source", "none"), exchange="direct", factor=1.5),
     Case(ranks=4, routings=("full", "hot"), exchange="direct", factor=0.6, tokens=3),
 ]
 

@@ -1,6 +1,5 @@
 """The pass of packed experts on CPUs, and the store's rule; `test_dispatcher.py` has the oracle."""
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -135,9 +134,8 @@ def one_layer(**given: Any) -> tuple[ExpertWeights, Tensor, dict[str, Tensor]]:
     return weights, run(tokens_TD, prob_TK, weights, Activation(), call), leaves
 
 
-@pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("summed", ["", "added", "stored"])
-def test_gradients_of_weights_go_where_they_are_wanted(summed, delayed):
+def test_gradients_of_weights_go_where_they_are_wanted(summed):
     _, out_TD, plain_leaves = one_layer()
     out_TD.sum().backward()
     given: dict[str, Any] = {}
@@ -150,8 +148,6 @@ def test_gradients_of_weights_go_where_they_are_wanted(summed, delayed):
                 spare_LOI=torch.zeros(shape, dtype=torch.float64),
                 zeroed=torch.tensor([summed == "stored", 0], dtype=torch.int32),
             )
-    if delayed:
-        given |= {f"{name}_delayed": deque() for name in shapes}
     weights, out_TD, leaves = one_layer(**given)
     out_TD.sum().backward()
     for name, suffix in suffixes.items():
@@ -159,14 +155,6 @@ def test_gradients_of_weights_go_where_they_are_wanted(summed, delayed):
         wanted = plain_leaves[f"{name}_{suffix}"].grad
         assert wanted is not None and wanted[0].any() and not wanted[1].any()
         gradient = leaf.grad
-        if delayed:
-            assert gradient is None
-            queue = getattr(weights, f"{name}_delayed")
-            if summed:
-                before = getattr(weights, f"{name}_sums").sums_LOI
-                assert (before.isnan() if summed == "stored" else before == 2).all()
-            gradient = queue.popleft()()
-            assert not queue
         assert gradient is not None and gradient.dtype == leaf.dtype
         if summed:
             sums = getattr(weights, f"{name}_sums")
