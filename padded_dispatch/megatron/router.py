@@ -32,7 +32,6 @@ from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.routing.select import select
-from padded_dispatch.utils.patches import Patches
 from padded_dispatch.utils.phases import trains
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -169,11 +168,15 @@ class SelectAfterCounting(TopKRouter):
             logits = logits.masked_fill(masked, 0)
         recomputes = self.training and not torch.is_grad_enabled()
         sorts = _SortedChoices() if recomputes else nullcontext()
-        with Patches() as patches, sorts:
-            # `TopKRouter.routing` drops before it counts if its config has a factor, and nothing
-            # else reads it there. A copy of the config would miss what training loops write to it.
-            patches.set(self.config, "moe_expert_capacity_factor", None)
-            probs_TE, map_TE = super().routing(logits, padding_mask)
+        # `TopKRouter.routing` drops before it counts if its config has a factor, and nothing else
+        # reads it there. A copy of the config would miss what training loops write to it.
+        fields, name = vars(self.config), "moe_expert_capacity_factor"
+        factor, fields[name] = fields[name], None
+        try:
+            with sorts:
+                probs_TE, map_TE = super().routing(logits, padding_mask)
+        finally:
+            fields[name] = factor
         if padding_mask is not None:
             map_TE = map_TE & ~padding_mask.reshape(-1, 1)
         config, num_tokens = self.selector.configs.now, map_TE.shape[0]
