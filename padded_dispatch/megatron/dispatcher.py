@@ -300,7 +300,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     def _announce(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
         super()._announce(config, tokens_TD)
         require(
-            not hasattr(self.experts.linear_fc1.weight, "expert_tp"),  # They set it.
+            not getattr(self.experts.linear_fc1.weight, "expert_tp", False),  # They set it.
             "experts",
             self._options.experts,
             "be 'module' with Muon and Megatron's other emerging optimizers, which leave weights "

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions, dispatcher
@@ -74,18 +75,22 @@ def test_the_first_training_pass_asks_whether_gradients_arrive(monkeypatch):
         assert asked == [(made.experts, made.config)] * times
 
 
-def test_optimizers_that_would_leave_packed_weights_to_adam_are_refused():
+@pytest.mark.parametrize("experts", ["module", "packed"])
+def test_optimizers_that_would_leave_packed_weights_to_adam_are_refused(experts):
     """Megatron's Muon marks weights of experts in each version; it takes those of 2 dimensions."""
     homes = [home for name in ("optimizer", "optimizer.muon") if (home := found(name))]
     assert any("param.expert_tp = True" in inspect.getsource(home) for home in homes)
-    for experts, raises in (("module", nullcontext()), ("packed", pytest.raises(ValueError))):
-        made = tiny.padded_layer(PaddedOptions(experts=experts))
-        for parameter in made.experts.parameters():
-            vars(parameter)["expert_tp"] = True
-        with raises as raised:
-            made(torch.randn(3, 2, tiny.HIDDEN))
-    assert str(raised.value).startswith("experts must be 'module' with Muon and")
-    assert "got 'packed'; set PaddedOptions(experts='module')" in str(raised.value)
+    made = tiny.padded_layer(PaddedOptions(experts=experts))
+    for parameter in made.experts.parameters():  # Megatron-LM marks those of every model: False.
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    made.eval()(torch.randn(3, 2, tiny.HIDDEN))
+    for parameter in made.experts.parameters():
+        vars(parameter)["expert_tp"] = True
+    refused = pytest.raises(
+        ValueError, match=r"experts must be 'module' with Muon and.* got 'packed'"
+    )
+    with nullcontext() if experts == "module" else refused:
+        made.train()(torch.randn(3, 2, tiny.HIDDEN))
 
 
 @pytest.mark.parametrize("captured", [False, True])
