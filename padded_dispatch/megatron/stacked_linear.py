@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from padded_dispatch.config import require
 from padded_dispatch.experts import Sums
+from padded_dispatch.utils.phases import is_capturing
 
 # The name of one expert's part of a parameter.
 _SINGLE_NAME = re.compile(r"(weight|bias)\d+")
@@ -160,6 +161,9 @@ class StackedLinear(nn.Module):
             self.zeroed.zero_()
             return None
         weight.grad_added_to_main_grad = True
+        # A replay of Transformer Engine's copies what it returns as gradients, but for those of
+        # weights that have this mark at the capture. DDP has read it before.
+        weight.skip_backward_post_hook = is_capturing()
         sums_LOI = main_grad.view_as(weight)
         return Sums(sums_LOI=sums_LOI, spare_LOI=self.spare(), zeroed=self.zeroed)
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor, nn
 
-from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron import PaddedOptions, stacked_linear
 from padded_dispatch.megatron import experts as megatron_experts
 from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.experts import (
@@ -158,6 +158,18 @@ def test_weights_of_a_shape_share_what_autograd_gets():
     del spare, first, second
     gc.collect()
     assert address() is None
+
+
+def test_a_replay_need_not_copy_gradients_that_nobody_reads(monkeypatch):
+    """Transformer Engine looks at the end of a capture which parameters have the mark."""
+    fused = layer()
+    weights = add_main_grads(fused)
+    for captures in (False, True, False):
+        monkeypatch.setattr(stacked_linear, "is_capturing", lambda now=captures: now)
+        monkeypatch.setattr(megatron_experts, "adds_gradients", lambda config: True)
+        fused(torch.randn(7, 3, tiny.HIDDEN))
+        for weight in weights.values():
+            assert weight.skip_backward_post_hook == captures
 
 
 @pytest.mark.parametrize("why", ["bf16", "frozen", "evaluation", "no DDP", "FSDP"])
