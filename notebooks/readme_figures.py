@@ -1,4 +1,4 @@
-"""Draw the pictures of the top README, and write its table, from the results files.
+"""Draw the pictures of the top README, and write its tables, from the results files.
 
     python notebooks/readme_figures.py
 
@@ -9,6 +9,7 @@ that hold every cell, the last one counts.
 import json
 import re
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import matplotlib
@@ -43,18 +44,24 @@ STYLE = {
     "legend.frameon": False,
 }
 
-FACTORS = (1.0, 1.25, 2.0)
-MODELS = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "gpt-oss-20b": "GPT-OSS-20B"}
-STOCK = "stock drop-and-pad"
-PACKED, DIRECT = "ours: packed experts, all-to-all", "ours: packed experts, direct stores"
-LOOKS = {STOCK: (ORANGE, "o"), PACKED: (GREEN, "^"), DIRECT: (BLUE, "s")}
+MODELS = {"qwen3-30b-a3b, 6 layers": "Qwen3-30B-A3B", "gpt-oss-20b, 6 layers": "GPT-OSS-20B"}
+PARTIAL = "stock dropless, graphs of attention and router"
+LOOKS = {
+    "ours": BLUE,
+    "ours, fp8": GREEN,
+    "stock drop-and-pad": ORANGE,
+    PARTIAL: GREY,
+    "stock dropless": RED,
+}
+# Steps before it compile, capture, and warm up.
+FIRST_STEP = 21
 
 
 def main() -> None:
-    """Write the pictures and the table."""
-    README.write_text(with_table(README.read_text()))
+    """Write the pictures and the tables."""
+    README.write_text(with_tables(README.read_text()))
     with matplotlib.rc_context(STYLE):
-        drawn = {"idea": draw_idea(), "layer_time": draw_layer_time()}
+        drawn = {"idea": draw_idea(), "real_run": draw_real_run()}
         for name, figure in drawn.items():
             path = IMAGES / f"{name}.svg"
             figure.savefig(path, metadata={"Date": None, "Creator": None})
@@ -64,87 +71,102 @@ def main() -> None:
             path.write_text("\n".join(lines) + "\n")
 
 
-# The table: milliseconds of one layer, ours beside stock.
+# The tables: a real run of the whole script, and milliseconds of one layer, ours beside stock.
 
 
 def newest_table() -> tuple[str, dict[str, Any]]:
-    """Return the README's table in Markdown, and the metadata of the run that measured it."""
-    for run in reversed(json.loads((RESULTS / "store.json").read_text())["runs"]):
+    """Return the table of a layer in Markdown, and the metadata of the run that measured it."""
+    for run in _newest_runs():
         if (table := readme_table(run["rows"])) is not None:
             return table, run["about"]
     raise ValueError("store.json must hold a run with all of the README's table, got none")
 
 
-def with_table(text: str) -> str:
-    """Return the README with the table, its commit, and whether kernels have changed since."""
-    table, about = newest_table()
-    older = "" if about.get("kernels") == kernels() else ", older kernels"
-    source = f"[store.json](notebooks/results/store.json), commit {about['commit']}{older}"
-    written = r"(<!-- table: .*? -->\n).*?(<!-- table: end -->)"
-    return re.sub(written, rf"\1{table}\n\n{source}.\2", text, flags=re.DOTALL)
+def real_runs() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return rows of `pretrain_gpt.py` on one GPU by model and contender, and their metadata."""
+    found, abouts = {}, []
+    for model in MODELS:
+        for run in _newest_runs():
+            rows = {row["contender"]: row for row in run["rows"] if _is_real(row, model)}
+            if {"ours", "stock dropless"} <= rows.keys():
+                found[model] = rows
+                abouts.append(run["about"])
+                break
+    assert len({about["commit"] for about in abouts}) == 1 and found.keys() == MODELS.keys()
+    return found, abouts[0]
 
 
-# The plot: milliseconds of one layer over the capacity factor.
+def _is_real(row: dict[str, Any], model: str) -> bool:
+    return (row.get("kind"), row["ep"], row["model"]) == ("pretrain_gpt", 1, model)
 
 
-def layer_times(path: Path = RESULTS / "layer_bench.json") -> dict[tuple[str, str, float], float]:
-    """Return milliseconds by (model, contender, factor), of 4 GPUs with EP 4 and 4,096 tokens.
-
-    All of them are medians of one command.
-
-    Raises:
-        ValueError: if no run of the file has every cell.
-    """
-    wanted = {(model, name, factor) for model in MODELS for name in LOOKS for factor in FACTORS}
-    for run in reversed(json.loads(path.read_text())["runs"]):
-        cells = {
-            (row["model"], _contender(row), row["capacity_factor"]): row["ms"]
-            for row in run["rows"]
-            if (row["ep"], row["tokens"], row["skew"]) == (4, 4096, "uniform") and row["ms"]
-        }
-        if cells.keys() >= wanted:
-            return {cell: cells[cell] for cell in wanted}
-    raise ValueError(f"path must hold one run with all of {sorted(wanted)}, got {path}")
+def _newest_runs() -> list[dict[str, Any]]:
+    return json.loads((RESULTS / "store.json").read_text())["runs"][::-1]
 
 
-def _contender(row: dict[str, Any]) -> str | None:
-    if row["graph"] != "layer":
-        return None
-    if row["contender"] == "stock-drop-pad":
-        return STOCK
-    return {"packed": PACKED, "direct": DIRECT}.get(row["variant"])
+def real_table(runs: dict[str, dict[str, Any]]) -> str:
+    """Return the table of real runs in Markdown."""
+    lines = [
+        "| | " + " | ".join(f"{title}, ms | loss | GiB" for title in MODELS.values()) + " |",
+        "|---" * (1 + 3 * len(MODELS)) + "|",
+    ]
+    for name in LOOKS:
+        if name == PARTIAL:
+            continue
+        cells = []
+        for model in MODELS:
+            row = runs[model][name]
+            ms, loss = median(row["ms"][FIRST_STEP - 1 :]), mean(row["loss"][-10:])
+            cells += [f"{ms:,.0f}", f"{loss:.2f}", f"{row['peak_mib'] / 1024:.0f}"]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
-def draw_layer_time() -> Figure:
-    """Draw ours as a flat line and stock as a rising one, one plot per model."""
-    times = layer_times()
+def with_tables(text: str) -> str:
+    """Return the README with its tables, their commits, and whether kernels have changed since."""
+    runs, about_runs = real_runs()
+    tables = {"run": (real_table(runs), about_runs), "table": newest_table()}
+    for mark, (table, about) in tables.items():
+        older = "" if about.get("kernels") == kernels() else ", older kernels"
+        source = f"[store.json](notebooks/results/store.json), commit {about['commit']}{older}"
+        written = rf"(<!-- {mark}: .*? -->\n).*?(<!-- {mark}: end -->)"
+        text = re.sub(written, rf"\1{table}\n\n{source}.\2", text, flags=re.DOTALL)
+    return text
+
+
+# The plot: milliseconds of the steps of real runs.
+
+
+def draw_real_run() -> Figure:
+    """Draw the time of each step, one plot per model."""
+    runs, _ = real_runs()
     figure, axes = plt.subplots(1, 2, figsize=(8.2, 3.1), layout="constrained")
     for ax, (model, title) in zip(axes, MODELS.items(), strict=True):
-        for name, (colour, marker) in LOOKS.items():
-            ms = [times[model, name, factor] for factor in FACTORS]
-            ax.plot(FACTORS, ms, color=colour, marker=marker, linewidth=2, label=name)
-            for factor, value in zip(FACTORS, ms, strict=True):
-                if (name, factor) == (PACKED, 1.0):
-                    continue  # No room between its neighbours; the line shows it.
-                below = name == DIRECT
-                ax.annotate(
-                    f"{value:.2f}",
-                    (factor, value),
-                    xytext=(0, -13 if below else 6),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=8,
-                    color=colour,
-                )
+        for name, colour in LOOKS.items():
+            if (row := runs[model].get(name)) is None:
+                continue
+            steps = range(FIRST_STEP, len(row["ms"]) + 1)
+            times = row["ms"][FIRST_STEP - 1 :]
+            ax.plot(steps, times, color=colour, linewidth=1.8, label=name)
+            above = name not in ("ours, fp8", PARTIAL)  # Others take about as long.
+            ax.annotate(
+                f"{median(times):,.0f}",
+                (steps[-1], median(times)),
+                xytext=(4, 2 if above else -9),
+                textcoords="offset points",
+                fontsize=8,
+                color=colour,
+                annotation_clip=False,
+            )
         ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        ax.set_ylim(0, max(times[model, STOCK, factor] for factor in FACTORS) * 1.12)
-        ax.set_xlim(0.9, 2.1)
-        ax.set_xticks(FACTORS, [f"{factor:g}" for factor in FACTORS])
-        ax.set_xlabel("capacity factor")
+        ax.set_ylim(0, None)
+        ax.set_xlim(FIRST_STEP, steps[-1])
+        ax.set_xlabel("step")
         ax.grid(axis="y", color=PALE)
         ax.set_axisbelow(True)
-    axes[0].set_ylabel("ms per layer")
-    axes[0].legend(loc="lower left", fontsize=8.5)
+    axes[0].set_ylabel("ms per step")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8.5)
     return figure
 
 
