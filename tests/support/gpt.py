@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -53,6 +54,8 @@ def ddp_chunks(
         )
         if not on_gpu:
             _without_last_bias(model)
+        for parameter in model.parameters():  # As Megatron-LM's training does.
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         if config.bf16 or config.fp16:
             model = Float16Module(config, model.cuda() if on_gpu else model)
         chunk = DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0)
