@@ -115,7 +115,9 @@ def real_table(runs: dict[str, dict[str, Any]]) -> str:
             continue
         cells = []
         for model in MODELS:
-            row = runs[model][name]
+            if (row := runs[model].get(name)) is None:
+                cells += ["-"] * 3
+                continue
             ms, loss = median(row["ms"][FIRST_STEP - 1 :]), mean(row["loss"][-10:])
             cells += [f"{ms:,.0f}", f"{loss:.2f}", f"{row['peak_mib'] / 1024:.0f}"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
