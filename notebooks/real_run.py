@@ -1,0 +1,200 @@
+"""Megatron-LM's `pretrain_gpt.py` on Python text: ours beside stock's dispatchers, in one run.
+
+    python notebooks/real_run.py --megatron-lm FOLDER --out notebooks/results/store.json
+
+FOLDER holds Megatron-LM at core_v0.19.0. Each contender is a run of its own with a fresh router,
+the same text and seed, and the switches of production recipes: fused router, permutation, cross
+entropy and gradient accumulation, no checks that wait for the GPU, garbage collected by hand. Text,
+logs and caches stay in `--folder`.
+"""
+
+import argparse
+import contextlib
+import itertools
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from os import environ
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from padded_dispatch.utils.results import about, append_run, require_results
+
+MODELS = {
+    "qwen3-30b-a3b": "--hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
+    "--num-query-groups 4 --kv-channels 128 --qk-layernorm --num-experts 128 --moe-router-topk 8 "
+    "--moe-ffn-hidden-size 768",
+    "gpt-oss-20b": "--hidden-size 2880 --ffn-hidden-size 2880 --num-attention-heads 64 "
+    "--num-query-groups 8 --kv-channels 64 --num-experts 32 --moe-router-topk 4 "
+    "--moe-ffn-hidden-size 2880",
+}
+EVERYWHERE = (
+    "--group-query-attention --seq-length 4096 --max-position-embeddings 4096 "
+    "--position-embedding-type rope --rotary-base 1000000 --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 "
+    "--hidden-dropout 0 --init-method-std 0.02 --transformer-impl transformer_engine --bf16 "
+    "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 --micro-batch-size 1 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --lr 3e-4 "
+    "--lr-decay-style constant --lr-warmup-iters 10 --no-check-for-nan-in-loss-and-grad "
+    "--manual-gc --cross-entropy-loss-fusion --eval-iters 0 --eval-interval 1000 --log-interval 1 "
+    "--seed 1234 --tokenizer-type NullTokenizer --vocab-size 32768 --split 100,0,0"
+)
+GRAPHS = "--cuda-graph-impl transformer_engine --te-rng-tracker --cuda-graph-modules attn"
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+FACTOR = "--moe-expert-capacity-factor {factor}"
+OURS = f"--moe-token-dispatcher-type padded_alltoall {FACTOR} {GRAPHS} moe"
+CONTENDERS = {
+    "ours": OURS,
+    "ours, fp8": f"{OURS} --fp8-format hybrid --fp8-recipe tensorwise",
+    "stock drop-and-pad": f"{ALLTOALL} {FACTOR} --moe-pad-expert-input-to-capacity {GRAPHS} moe",
+    "stock dropless, graphs of attention and router": f"{ALLTOALL} {GRAPHS} moe_router "
+    "moe_preprocess",
+    "stock dropless": ALLTOALL,
+}
+# Megatron-Core asks APEX for it. Transformer Engine has the same product.
+FUSED = """
+from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+def wgrad_gemm_accum_fp32(rows, grad, main_grad):
+    general_gemm(rows, grad, out_dtype=main_grad.dtype, layout="NT", out=main_grad,
+                 accumulate=True, grad=True)
+
+wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+"""
+FIRST_STEP = 21  # Those before it compile, capture, and warm up.
+
+
+def write_text(prefix: Path, sources: Path) -> None:
+    """Write the first 16 million characters of Python sources as a dataset, a token per word."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    words_of, size = [], 0
+    for path in sorted(sources.rglob("*.py")):
+        text = path.read_text(errors="replace")
+        words_of.append(re.findall(r"[A-Za-z_]+|\d|\n *| +|[^\w\s]", text))
+        if (size := size + len(text)) > 16_000_000:
+            break
+    commonest = Counter(word for words in words_of for word in words).most_common(32_000)
+    token_of = {word: token for token, (word, _) in enumerate(commonest, start=1)}
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for words in words_of:
+        tokens = [token_of.get(word, 0) for word in words]
+        builder.add_document([*tokens, 32_767], [len(words) + 1])
+    builder.finalize(f"{prefix}.idx")
+
+
+@contextlib.contextmanager
+def peak_mib() -> Iterator[list[int]]:
+    """Yield a list whose one number is the most memory in use on a GPU, beyond that of now."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+
+    def used() -> int:
+        return max(map(int, subprocess.check_output(query, text=True).split()))
+
+    before, peak, ended = used(), [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(1):
+            peak[0] = max(peak[0], used() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def figures_of(log: str) -> dict[str, list[float]]:
+    """Return what Megatron's line of a step says, a list for each name."""
+    found: dict[str, list[float]] = {}
+    for line in re.findall(r"iteration +\d+/.*", log):
+        for name, number in re.findall(r"\| ([^|]+?): +([-+.\dE]+)", line):
+            found.setdefault(name, []).append(float(number))
+    return found
+
+
+def row_of(log: str) -> dict[str, Any]:
+    """Return the figures of a run that are kept."""
+    figures = figures_of(log)
+    ms = figures.get("elapsed time per iteration (ms)", [])
+    row: dict[str, Any] = {"iterations": len(ms), "ms": ms, "loss": figures.get("lm loss", [])}
+    row["median_ms"] = median(ms[FIRST_STEP - 1 :]) if len(ms) >= FIRST_STEP else None
+    for name in ("dropped", "expert_overload"):
+        if f"moe/{name}" in figures:
+            row[name] = figures[f"moe/{name}"]
+    return row
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megatron-lm", type=Path, required=True, help="its folder")
+    parser.add_argument("--out", type=Path, required=True, help="results file")
+    parser.add_argument("--commit", help="of the code")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--ep", type=int, default=1, help="GPUs, and ranks that share the experts")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--capacity-factor", type=float, default=1.25)
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--text", type=Path, default=Path(torch.__file__).parent)
+    parser.add_argument("--folder", type=Path, default=Path("runs/real_run"))
+    parser.add_argument("--limit-s", type=int, default=180, help="of one contender")
+    given = parser.parse_args(argv)
+    require_results("--out", given.out)
+    folder, megatron_lm = given.folder.absolute(), given.megatron_lm.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "text.idx").exists():
+        write_text(folder / "text", given.text)
+    (folder / "fused_weight_gradient_mlp_cuda.py").write_text(FUSED)
+    # What is installed comes before what is in the folder.
+    paths = [str(megatron_lm), environ.get("PYTHONPATH", ""), *sys.path, str(folder)]
+    environment = {"PYTHONPATH": ":".join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    command = " ".join(["notebooks/real_run.py", *(sys.argv[1:] if argv is None else argv)])
+    run_about = about(num_gpus=given.ep, command=command, commit=given.commit)
+    launcher = ["timeout", "-k", "10", str(given.limit_s), sys.executable]
+    launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(given.ep)]
+    every = (
+        f"{EVERYWHERE} --num-layers {given.layers} --global-batch-size {4 * given.ep} "
+        f"--expert-model-parallel-size {given.ep} --train-iters {given.iterations} "
+        f"--data-path {folder / 'text'} --data-cache-path {folder / 'cache'}"
+    )
+    for model, name in itertools.product(given.models, given.only):
+        flags = CONTENDERS[name].format(factor=given.capacity_factor)
+        script = ["-m", "padded_dispatch.megatron.run"] if "padded" in flags else []
+        script += [str(megatron_lm / "pretrain_gpt.py"), *MODELS[model].split()]
+        log = folder / f"{model}, {name}.log"
+        with log.open("w") as output, peak_mib() as peak:
+            exit_code = subprocess.run(
+                [*launcher, *script, *every.split(), *flags.split()],
+                cwd=folder,
+                env=environ | environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            ).returncode
+        row: dict[str, Any] = {
+            "kind": "pretrain_gpt",
+            "model": f"{model}, {given.layers} layers",
+            "ep": given.ep,
+            "contender": name,
+            "flags": flags,
+            "capacity_factor": given.capacity_factor if "factor" in flags else None,
+            **row_of(log.read_text(errors="replace")),
+            "peak_mib": peak[0],
+            "exit_code": exit_code,
+        }
+        append_run(given.out, run_about, [row])
+        print(f"{row['model']}, {name}: {row['median_ms']} ms, exit code {exit_code}, {log}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""`notebooks/real_run.py` starts each contender with its switches, and keeps what a run says."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+SPEC: Any = importlib.util.spec_from_file_location(
+    "real_run", Path(__file__).parents[1] / "notebooks" / "real_run.py"
+)
+real_run: Any = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(real_run)
+
+LINE = (
+    " [2026-11-24 12:42:01] iteration {step:8d}/      22 | consumed samples:  4 | elapsed time per "
+    "iteration (ms): {ms} | learning rate: 3.0E-05 |{ours} lm loss: 1.25E+00 | grad norm: 74.035 |"
+)
+SCRIPT = f"""
+import fused_weight_gradient_mlp_cuda, sys
+words = " ".join(sys.argv)
+assert "--num-experts 32" in words and "--expert-model-parallel-size 1 --train-iters 22" in words
+ours = " moe/dropped: 5.0E-01 | moe/expert_overload: 7.5E+00 |" if "padded" in words else ""
+for step in range(1, 23):
+    print({LINE!r}.format(step=step, ms=100.5 + step, ours=ours))
+sys.exit(3 * ("factor" not in words))
+"""
+
+
+def test_rows_hold_what_each_run_says(tmp_path, monkeypatch):
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 512\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{real_run.environ['PATH']}")
+    monkeypatch.setattr(real_run, "FUSED", "")
+    monkeypatch.setattr(real_run, "about", lambda **given: given)
+    text, out = tmp_path / "sources", tmp_path / "out.json"
+    text.mkdir()
+    (text / "a.py").write_text("one = 11\n")
+    given = f"--megatron-lm {tmp_path} --out {out} --folder {tmp_path} --text {text} --commit SHA"
+    only = ["--only", "ours", "stock dropless"]
+    real_run.main([*given.split(), "--models", "gpt-oss-20b", "--iterations", "22", *only])
+    (run,) = json.loads(out.read_text())["runs"]
+    ours, dropless = run["rows"]
+    for row in run["rows"]:
+        assert row["model"] == "gpt-oss-20b, 6 layers" and row["iterations"] == 22
+        assert row["ms"][0] == 101.5 and row["median_ms"] == 122 and row["loss"] == [1.25] * 22
+        assert row["peak_mib"] == 0
+    assert ours["dropped"] == [0.5] * 22 and ours["expert_overload"] == [7.5] * 22
+    assert "dropped" not in dropless
+    assert [row["capacity_factor"] for row in run["rows"]] == [1.25, None]
+    assert [row["exit_code"] for row in run["rows"]] == [0, 1]  # torchrun's, of a run that failed
+
+
+def test_text_is_a_token_for_each_word(tmp_path):
+    (tmp_path / "a.py").write_text("a = a1\n")
+    real_run.write_text(tmp_path / "text", tmp_path)
+    dataset = IndexedDataset(str(tmp_path / "text"))
+    (document,) = dataset  # A view of the dataset's memory.
+    # By frequency: "a" and " " come twice, "=", "1" and the end of the line once.
+    assert document.tolist() == [1, 2, 3, 2, 1, 4, 5, 32_767]
+    assert document.dtype == np.uint16
