@@ -48,7 +48,7 @@ class Snapshots:
     evaluation: Snapshot
 
 
-# Figures of single layers, the most telling first; see `scalars`.
+# Figures of single layers, the most telling first; see `scalars`. A store has not all of them.
 _OF_LAYERS = ("dropped", "needed_factor", "fill", "expert_overload", "rank_overload", "lost_tokens")
 
 
@@ -69,7 +69,8 @@ def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float
         found |= {f"{prefix}/{name}": value for name, value in figures.items()}
         if figures and per_layer:
             columns = snapshot.figures_of_layers()
-            for name in _OF_LAYERS[: 2 * snapshot.top_k]:
+            known = [name for name in _OF_LAYERS if name in columns]
+            for name in known[: 2 * snapshot.top_k]:
                 for number, value in zip(columns["layer"], columns[name], strict=True):
                     found[f"{prefix}/{name}_layer_{int(number) - 1}"] = value
     return found

@@ -199,6 +199,12 @@ def test_scalars_have_megatrons_kind_of_names():
     assert of_layers["moe/fill_layer_2"] == 0.0
     assert not any(name.startswith("moe-held-out") for name in of_layers)
     assert len(of_layers) - len(written) == 2 * 2 * tiny.TOP_K
+    # Of a store there is no fill, and no tokens are counted as lost.
+    store = dataclasses.replace(snapshots.training, share_rows_Y=np.array([T, T]))
+    of_store = scalars(dataclasses.replace(snapshots, training=store), per_layer=True)
+    names = {name.removesuffix("_layer_1") for name in of_store if name.endswith("_layer_1")}
+    left = ("dropped", "needed_factor", "expert_overload", "rank_overload")
+    assert names == {f"moe/{name}" for name in left} and len(left) == 2 * tiny.TOP_K
 
 
 @pytest.mark.parametrize(
