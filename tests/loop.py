@@ -11,7 +11,6 @@ Where nothing is dropped, losses equal those of `--moe-token-dispatcher-type all
 import runpy
 import sys
 import typing
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,29 +39,25 @@ def main() -> None:
     sys.path.insert(0, folder)
     cuda: Any = torch.cuda
 
-    def asked_by_megatron() -> bool:
-        name = sys._getframe(2).f_globals["__name__"]
+    def is_available() -> bool:
+        name = sys._getframe(1).f_globals["__name__"]
         return not name.startswith(("padded_dispatch", "torch."))
 
-    cuda.is_available = lambda: asked_by_megatron()
-    cuda.device_count = lambda: 8 * asked_by_megatron()
+    cuda.is_available, cuda.device_count = is_available, lambda: 8
     cuda.get_device_capability = lambda *device: (9, 0)
     cuda.is_current_stream_capturing = lambda: False
     gpu = SimpleNamespace(total_memory=2**36, major=9, minor=0, name="H", multi_processor_count=132)
     cuda.get_device_properties = lambda *device: gpu
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "set_device"):
         setattr(cuda, name, lambda *device: 0)
-    cuda.max_memory_reserved = cuda.set_device = cuda.empty_cache = lambda *device: 0
-    cuda.FloatTensor, cuda.IntTensor, cuda.LongTensor = (
-        lambda values, kind=kind: torch.tensor(values, dtype=kind)
-        for kind in (torch.float, torch.int, torch.long)
-    )
+    cuda.max_memory_reserved = cuda.memory_allocated
+    for kind in ("Float", "Int", "Long"):
+        setattr(cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
     torch.Tensor.pin_memory = lambda tensor, *device: tensor  # type: ignore[method-assign]
     init = dist.init_process_group
     dist.init_process_group = lambda **given: init(**(given | {"device_id": None}))
     typing.override = typing_extensions.override  # Python 3.12 has it.
-    script = str(Path(folder) / "pretrain_gpt.py")
-    sys.argv = ["run", script, *FLAGS.split(), *flags]
+    sys.argv = ["run", f"{folder}/pretrain_gpt.py", *FLAGS.split(), *flags]
     with megatron_on_cpu():
         runpy.run_module("padded_dispatch.megatron.run", run_name="__main__")
 

@@ -37,10 +37,8 @@ def test_rows_hold_what_each_run_says(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{real_run.environ['PATH']}")
     monkeypatch.setattr(real_run, "FUSED", "")
     monkeypatch.setattr(real_run, "about", lambda **given: given)
-    text, out = tmp_path / "sources", tmp_path / "out.json"
-    text.mkdir()
-    (text / "a.py").write_text("one = 11\n")
-    given = f"--megatron-lm {tmp_path} --out {out} --folder {tmp_path} --text {text} --commit SHA"
+    out = tmp_path / "out.json"
+    given = f"--megatron-lm {tmp_path} --out {out} --folder {tmp_path} --text {tmp_path}"
     only = ["--only", "ours", "stock dropless"]
     real_run.main([*given.split(), "--models", "gpt-oss-20b", "--iterations", "22", *only])
     (run,) = json.loads(out.read_text())["runs"]

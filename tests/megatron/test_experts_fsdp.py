@@ -15,7 +15,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, para
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
-from torch.distributed import DeviceMesh
+from torch.distributed import DeviceMesh, _coalescing_manager
 
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.utils.patches import Patches
@@ -52,6 +52,13 @@ def _mesh(group: Any, device_type: str, **names: Any) -> DeviceMesh:
 
 
 @contextmanager
+def _waited(group: Any, **given: Any) -> Iterator[SimpleNamespace]:
+    """Wait where a gather starts: no stream orders what follows, and others use the group too."""
+    with _coalescing_manager(group):
+        yield SimpleNamespace(wait=lambda: None)
+
+
+@contextmanager
 def fsdp_on_cpu() -> Iterator[None]:
     """Let Megatron-FSDP run inside `megatron_on_cpu()`."""
     with Patches() as patches:
@@ -61,6 +68,7 @@ def fsdp_on_cpu() -> Iterator[None]:
             (mcore_fsdp_adapter, "DeviceMesh", SimpleNamespace(from_group=_mesh)),
             (megatron_fsdp, "torch", _Torch()),
             (param_and_grad_buffer, "torch", _Torch()),
+            (param_and_grad_buffer, "_coalescing_manager", _waited),
         ):
             patches.set(owner, name, value)
         yield
@@ -114,11 +122,11 @@ def losses(dispatcher: str, strategy: str, *, ep: int, steps: int, **options: An
     return found
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def workers_end(pool2: WorkerPool) -> Iterator[None]:
     """Take new workers, and end them: caches of DTensor keep meshes, and those hold groups.
 
-    A worker that other tests had used has died in a collective of Megatron-FSDP.
+    Workers that other tests, also of this file, had used have died in Megatron-FSDP's collectives.
     """
     end_idle_workers()
     yield
