@@ -34,6 +34,7 @@ from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
 from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder
 from padded_dispatch.utils.patches import PATCHED
+from padded_dispatch.utils.results import require_folder
 
 _MODULE = "megatron.training.training"
 
@@ -264,7 +265,8 @@ def record_routing(
         The recorder; None if this rank has no padded layer.
 
     Raises:
-        ValueError: not even one step fits into the limit, or a layer has been captured already.
+        ValueError: not even one step fits into the limit, a layer has been captured already, the
+            folder is not writable, or the router's probabilities are float64.
     """
     layers = padded_moe_layers(chunks)
     if not layers:
@@ -277,6 +279,14 @@ def record_routing(
         "start before layers are captured, because a graph holds what is recorded",
         "set cuda_graph_warmup_steps to 1 or more",
     )
+    config: Any = get_model_config(chunks[0])
+    require(
+        config.moe_router_dtype != "fp64",
+        "moe_router_dtype",
+        "fp64",
+        "be fp32 where a trace is written, which holds fp32",
+    )
+    require_folder("trace", folder)
     buffers = {}
     for number, layer in layers.items():
         dispatch = layer.token_dispatcher.dispatch_config

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -340,6 +341,11 @@ def test_what_cannot_be_traced(tmp_path):
         assert record_routing([nn.Linear(2, 2)], tmp_path / "traces", **sizes) is None
         assert not (tmp_path / "traces").exists()
         chunk = model(1)
+        with pytest.raises(ValueError, match=r"^trace must be a path in a writable folder, got"):
+            record_routing([chunk], Path("/proc/none"), **sizes)
+        chunk[0].config.moe_router_dtype = "fp64"
+        with pytest.raises(ValueError, match=r"^moe_router_dtype must be fp32 where a trace"):
+            record_routing([chunk], tmp_path, **sizes)
         chunk[0].cuda_graphs = ["a graph"]
         with pytest.raises(ValueError, match=r"^trace must start before layers are captured"):
             record_routing([chunk], tmp_path, **sizes)
