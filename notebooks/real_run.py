@@ -25,16 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from padded_dispatch.train.settings import PRESETS
 from padded_dispatch.utils.results import about, append_run, require_results
 
-MODELS = {
-    "qwen3-30b-a3b": "--hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 "
-    "--num-query-groups 4 --kv-channels 128 --qk-layernorm --num-experts 128 --moe-router-topk 8 "
-    "--moe-ffn-hidden-size 768",
-    "gpt-oss-20b": "--hidden-size 2880 --ffn-hidden-size 2880 --num-attention-heads 64 "
-    "--num-query-groups 8 --kv-channels 64 --num-experts 32 --moe-router-topk 4 "
-    "--moe-ffn-hidden-size 2880",
-}
+MODELS = "qwen3-30b-a3b", "gpt-oss-20b"
 EVERYWHERE = (
     "--group-query-attention --seq-length 4096 --max-position-embeddings 4096 "
     "--position-embedding-type rope --rotary-base 1000000 --normalization RMSNorm --swiglu "
@@ -91,6 +85,17 @@ def write_text(prefix: Path, sources: Path) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
+def shape_flags(model: str) -> str:
+    """Return the shape of a preset of `padded-dispatch train` as Megatron-LM's flags."""
+    shape = PRESETS[model].model
+    return (
+        f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_heads} "
+        f"--num-query-groups {shape.num_kv_groups} --kv-channels {shape.head_size} "
+        f"--num-experts {shape.num_experts} --moe-router-topk {shape.top_k} "
+        f"--moe-ffn-hidden-size {shape.ffn_size}{' --qk-layernorm' if shape.qk_layernorm else ''}"
+    )
+
+
 @contextlib.contextmanager
 def peak_mib() -> Iterator[list[int]]:
     """Yield a list whose one number is the most memory in use on a GPU, beyond that of now."""
@@ -114,18 +119,12 @@ def peak_mib() -> Iterator[list[int]]:
         watcher.join()
 
 
-def figures_of(log: str) -> dict[str, list[float]]:
-    """Return what Megatron's line of a step says, a list for each name."""
-    found: dict[str, list[float]] = {}
+def row_of(log: str) -> dict[str, Any]:
+    """Return the figures of Megatron's lines of steps that are kept."""
+    figures: dict[str, list[float]] = {}
     for line in re.findall(r"iteration +\d+/.*", log):
         for name, number in re.findall(r"\| ([^|]+?): +([-+.\dE]+)", line):
-            found.setdefault(name, []).append(float(number))
-    return found
-
-
-def row_of(log: str) -> dict[str, Any]:
-    """Return the figures of a run that are kept."""
-    figures = figures_of(log)
+            figures.setdefault(name, []).append(float(number))
     ms = figures.get("elapsed time per iteration (ms)", [])
     row: dict[str, Any] = {"iterations": len(ms), "ms": ms, "loss": figures.get("lm loss", [])}
     row["median_ms"] = median(ms[FIRST_STEP - 1 :]) if len(ms) >= FIRST_STEP else None
@@ -140,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--megatron-lm", type=Path, required=True, help="its folder")
     parser.add_argument("--out", type=Path, required=True, help="results file")
     parser.add_argument("--commit", help="of the code")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--ep", type=int, default=1, help="GPUs, and ranks that share the experts")
     parser.add_argument("--layers", type=int, default=6)
@@ -171,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
     for model, name in itertools.product(given.models, given.only):
         flags = CONTENDERS[name].format(factor=given.capacity_factor)
         script = ["-m", "padded_dispatch.megatron.run"] if "padded" in flags else []
-        script += [str(megatron_lm / "pretrain_gpt.py"), *MODELS[model].split()]
+        script += [str(megatron_lm / "pretrain_gpt.py"), *shape_flags(model).split()]
         log = folder / f"{model}, {name}.log"
         with log.open("w") as output, peak_mib() as peak:
             exit_code = subprocess.run(
