@@ -56,6 +56,13 @@ class RoutingBuffer:
     @torch.no_grad()
     def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
         """Append one micro-batch and discard the first: see `RoutingObserver`."""
+        require(
+            probs_TE.dtype != torch.float64,
+            "probs_TE.dtype",
+            probs_TE.dtype,
+            "be at most float32, which a trace holds",
+            "set moe_router_dtype='fp32'",
+        )
         expert_TK = make_plan(asked_TE, top_k=self.ids_MTK.shape[2]).expert_TK
         probs_TK = choice_probs(probs_TE, expert_TK)
         # Shifting needs no index, which a capture or a warm-up would leave at the wrong value. The

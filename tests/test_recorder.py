@@ -101,3 +101,10 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
         assert path.stat().st_size <= limit.max_bytes
     with pytest.raises(ValueError, match=rf"max_bytes must be at least {per_step}, .*, got 9"):
         TraceRecorder(path, {1: buffer()}, recording(max_bytes=9))
+
+
+def test_probabilities_that_a_trace_cannot_hold():
+    map_TE, probs_TE = microbatch(0)
+    selection = select(map_TE, probs_TE, capacity=2)
+    with pytest.raises(ValueError, match=r"probs_TE.dtype must .*; .* moe_router_dtype='fp32'"):
+        buffer().observe(map_TE, probs_TE.double(), selection)

@@ -139,6 +139,7 @@ class _Run:
         args, folder = self._args, self._options.trace
         if folder is None:
             return None
+        require_folder("trace", Path(folder))
         # Tensor parallelism splits the tokens of MoE layers: Megatron wants sequence parallelism.
         parts = config.context_parallel_size * config.tensor_model_parallel_size
         return record_routing(
@@ -265,8 +266,7 @@ def record_routing(
         The recorder; None if this rank has no padded layer.
 
     Raises:
-        ValueError: not even one step fits into the limit, a layer has been captured already, the
-            folder is not writable, or the router's probabilities are float64.
+        ValueError: not even one step fits into the limit, or a layer has been captured already.
     """
     layers = padded_moe_layers(chunks)
     if not layers:
@@ -279,14 +279,6 @@ def record_routing(
         "start before layers are captured, because a graph holds what is recorded",
         "set cuda_graph_warmup_steps to 1 or more",
     )
-    config: Any = get_model_config(chunks[0])
-    require(
-        config.moe_router_dtype != "fp64",
-        "moe_router_dtype",
-        "fp64",
-        "be fp32 where a trace is written, which holds fp32",
-    )
-    require_folder("trace", folder)
     buffers = {}
     for number, layer in layers.items():
         dispatch = layer.token_dispatcher.dispatch_config
