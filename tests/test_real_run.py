@@ -1,18 +1,11 @@
 """`notebooks/real_run.py` starts each contender with its switches, and keeps what a run says."""
 
-import importlib.util
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-SPEC: Any = importlib.util.spec_from_file_location(
-    "real_run", Path(__file__).parents[1] / "notebooks" / "real_run.py"
-)
-real_run: Any = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(real_run)
+from notebooks import real_run
 
 LINE = (
     " [2026-11-24 12:42:01] iteration {step:8d}/      22 | consumed samples:  4 | elapsed time per "

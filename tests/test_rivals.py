@@ -1,15 +1,9 @@
 """`notebooks/rivals.py` compares with fp64, and its rows say what is wrong or missing."""
 
-import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
-SPEC: Any = importlib.util.spec_from_file_location(
-    "rivals", Path(__file__).parents[1] / "notebooks" / "rivals.py"
-)
-rivals: Any = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(rivals)
+from notebooks import rivals
 
 
 class OffByAThousandth(rivals.Torch):
