@@ -37,7 +37,6 @@ _TILES_OF_GROUP = 16  # of one expert, at most, before the next columns of a lar
 _TILES_AT_A_TIME = 32
 
 _SMALL_WEIGHT = 12 * 2**20  # Bytes: a quarter of the L2 cache of an H200.
-_FEW_ROWS = 384  # Of an expert, between the 256 and 512 that were measured.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,13 +374,16 @@ def weight_gradients(
     """
     num_experts, width_out, width_in = segments.num_experts, grad.shape[1], rows.shape[1]
     out_LOI = rows.new_empty(num_experts, width_out, width_in) if sums_LOI is None else sums_LOI
-    tiles = gradient_tiles(segments.num_expected, num_experts, sums_LOI is not None)
-    half = [1, tiles.rows, tiles.columns // 2]
+    rows_of_expert = segments.num_expected / num_experts
     for adds in [False] if sums_LOI is None else [False, True]:
+        # Parts of as many bytes, whatever the dtype: sums are fp32 until they are rounded.
+        parts = 4 if adds else out_LOI.itemsize
+        tiles = gradient_tiles(rows_of_expert, out_LOI.itemsize, adds)
+        part = [1, tiles.rows, tiles.columns // parts]
         _weight_gradients_kernel[(tiles.programs * multiprocessors(rows.device),)](
             _packed(grad, tiles.inner, tiles.rows),
             _packed(rows, tiles.inner, tiles.columns),
-            out_LOI if adds else TensorDescriptor.from_tensor(out_LOI, half),
+            out_LOI if adds else TensorDescriptor.from_tensor(out_LOI, part),
             zeroed,
             segments.offsets,
             segments.num_sources,
@@ -391,6 +393,7 @@ def weight_gradients(
             triton.cdiv(width_out, tiles.rows),
             triton.cdiv(width_in, tiles.columns),
             ADDS=adds,
+            PARTS=parts,
             STORED=stored,
             EXPERTS=triton.next_power_of_2(num_experts),
             ROWS=tiles.rows,
@@ -402,15 +405,14 @@ def weight_gradients(
     return out_LOI
 
 
-def gradient_tiles(num_rows: int, num_experts: int, has_sums: bool) -> Tiles:
-    """Return the fastest launch parameters of gradients of weights.
+def gradient_tiles(rows_of_expert: float, itemsize: int, adds: bool) -> Tiles:
+    """Return the fastest launch parameters of gradients of weights, of so many bytes each.
 
-    Two small programs on a multiprocessor compute beside each other's stores, which few rows of an
-    expert are soon due. Sums take the shared memory of the fourth stage.
+    Two small programs on a multiprocessor multiply beside each other's stores. That gains where a
+    tile's products take about as long as its stores, for neither very few nor many rows, and not
+    where sums are read, too.
     """
-    if has_sums:
-        return Tiles(stages=3)
-    if num_rows <= _FEW_ROWS * num_experts:
+    if not adds and 48 * itemsize <= rows_of_expert <= 192 * itemsize:
         return Tiles(columns=128, stages=3, warps=4, programs=2)
     return _TILES
 
@@ -429,6 +431,7 @@ def _weight_gradients_kernel(
     tiles_down,
     tiles_across,
     ADDS: tl.constexpr,
+    PARTS: tl.constexpr,
     STORED: tl.constexpr,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -476,21 +479,29 @@ def _weight_gradients_kernel(
         x = rows.load(_place(n - first, end - first, across))
         product = tl.dot(g.reshape(INNER, ROWS).T, x.reshape(INNER, COLUMNS), product)
         if block == num_blocks - 1:
-            # In two halves, see above; and the registers cannot hold a whole tile of sums, too.
-            left, right = _halves(product, ROWS, COLUMNS)
+            # In parts, see above; and the registers cannot hold a whole tile of sums, too.
+            parts = _halves(product, ROWS, COLUMNS)
+            if PARTS == 4:
+                parts = _halves(parts[0], ROWS, half) + _halves(parts[1], ROWS, half)
+            width: tl.constexpr = COLUMNS // PARTS
             if ADDS:
-                # Both are read before one is written, so that the second does not wait.
                 o = (down + tl.arange(0, ROWS))[:, None]
-                i = (across + tl.arange(0, half))[None, :]
+                i = (across + tl.arange(0, width))[None, :]
                 at = out + (expert.to(tl.int64) * width_out + o) * width_in + i
-                on_left = (o < width_out) & (i < width_in)
-                on_right = (o < width_out) & (i + half < width_in)
-                left += tl.load(at, mask=on_left, other=0)
-                right += tl.load(at + half, mask=on_right, other=0)
-                tl.store(at, left.to(out.dtype.element_ty), mask=on_left)
-                tl.store(at + half, right.to(out.dtype.element_ty), mask=on_right)
+                inside = (o < width_out) & (i < width_in)
+                ahead = tl.load(at, mask=inside, other=0)
+                for part in tl.static_range(PARTS):
+                    # The next sums are read before these are written, so that they do not wait.
+                    sums, at_sums, inside_sums = ahead, at, inside
+                    i, at = i + width, at + width
+                    inside = (o < width_out) & (i < width_in)
+                    if part + 1 < PARTS:
+                        ahead = tl.load(at, mask=inside, other=0)
+                    sums = (parts[part] + sums).to(out.dtype.element_ty)
+                    tl.store(at_sums, sums, mask=inside_sums)
             else:
-                shape: tl.constexpr = (1, ROWS, half)
-                out.store([expert, down, across], left.to(out.dtype).reshape(shape))
-                out.store([expert, down, across + half], right.to(out.dtype).reshape(shape))
+                shape: tl.constexpr = (1, ROWS, width)
+                for part in tl.static_range(PARTS):
+                    stored = parts[part].to(out.dtype).reshape(shape)
+                    out.store([expert, down, across + part * width], stored)
             product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)

@@ -299,13 +299,16 @@ def test_weight_gradients_are_added_in_fp32(counts, base, num_sources, stored):
     equal((gemm.weight_gradients(*given, **how), expected_LOI.to(DTYPE)))
 
 
-@pytest.mark.parametrize(("rows", "adds"), [(256, True), (256, False), (1024, False)])
-def test_tiles_of_gradients_fit_a_multiprocessor(rows, adds):
-    """Its 227 KiB hold what is read ahead, and what is stored by half; 1 KiB is each program's."""
-    tiles = gemm.gradient_tiles(8 * rows, 8, adds)
-    ahead = tiles.stages * tiles.inner * (tiles.rows + tiles.columns) * 2
-    stored = tiles.rows * tiles.columns // 2 * (4 if adds else 2)
-    assert tiles.programs * (ahead + stored + 2**10) <= 227 * 2**10
+@pytest.mark.parametrize(("itemsize", "low", "high"), [(2, 96, 384), (4, 192, 768)])
+@pytest.mark.parametrize("adds", [False, True])
+def test_tiles_of_gradients_fit_a_multiprocessor(itemsize, low, high, adds):
+    """Its 227 KiB hold what is read ahead and a part of what is stored; 1 KiB is each program's."""
+    for rows in (low - 1, low, high, high + 1):
+        tiles = gemm.gradient_tiles(rows, itemsize, adds)
+        assert tiles.programs == (1 if adds or not low <= rows <= high else 2)
+        ahead = tiles.stages * tiles.inner * (tiles.rows + tiles.columns) * 2
+        part = tiles.rows * tiles.columns  # A quarter in fp32, a half in 16 bits.
+        assert tiles.programs * (ahead + part + 2**10) <= 227 * 2**10
 
 
 @pytest.mark.parametrize(
