@@ -2,8 +2,8 @@
 
     python notebooks/readme_figures.py
 
-writes pictures to `.github/images`. Numbers come from `notebooks/results/*.json` alone: of the runs
-that hold every cell, the last one counts.
+writes pictures to `.github/images`. Numbers come from `notebooks/results/*.json` alone: the newest
+row of each contender counts, and of one layer the last run that holds every cell.
 """
 
 import json
@@ -82,22 +82,17 @@ def newest_table() -> tuple[str, dict[str, Any]]:
     raise ValueError("store.json must hold a run with all of the README's table, got none")
 
 
-def real_runs() -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return rows of `pretrain_gpt.py` on one GPU by model and contender, and their metadata."""
-    found, abouts = {}, []
-    for model in MODELS:
-        for run in _newest_runs():
-            rows = {row["contender"]: row for row in run["rows"] if _is_real(row, model)}
-            if {"ours", "stock dropless"} <= rows.keys():
-                found[model] = rows
-                abouts.append(run["about"])
-                break
-    assert len({about["commit"] for about in abouts}) == 1 and found.keys() == MODELS.keys()
-    return found, abouts[0]
+def real_runs() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the newest rows of `pretrain_gpt.py` on one GPU, by model and contender.
 
-
-def _is_real(row: dict[str, Any], model: str) -> bool:
-    return (row.get("kind"), row["ep"], row["model"]) == ("pretrain_gpt", 1, model)
+    Each has `about` of its run.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {model: {} for model in MODELS}
+    for run in _newest_runs()[::-1]:
+        for row in run["rows"]:
+            if (row.get("kind"), row["ep"]) == ("pretrain_gpt", 1):
+                found[row["model"]][row["contender"]] = row | {"about": run["about"]}
+    return found
 
 
 def _newest_runs() -> list[dict[str, Any]]:
@@ -126,11 +121,14 @@ def real_table(runs: dict[str, dict[str, Any]]) -> str:
 
 def with_tables(text: str) -> str:
     """Return the README with its tables, their commits, and whether kernels have changed since."""
-    runs, about_runs = real_runs()
-    tables = {"run": (real_table(runs), about_runs), "table": newest_table()}
-    for mark, (table, about) in tables.items():
-        older = "" if about.get("kernels") == kernels() else ", older kernels"
-        source = f"[store.json](notebooks/results/store.json), commit {about['commit']}{older}"
+    runs, (layers, about_layers) = real_runs(), newest_table()
+    abouts = [row["about"] for of_model in runs.values() for row in of_model.values()]
+    tables = {"run": (real_table(runs), abouts), "table": (layers, [about_layers])}
+    for mark, (table, abouts) in tables.items():
+        commits = " and ".join(dict.fromkeys(about["commit"] for about in abouts))
+        older = {about.get("kernels") for about in abouts} != {kernels()}
+        source = f"[store.json](notebooks/results/store.json), commit {commits}"
+        source += ", older kernels" if older else ""
         written = rf"(<!-- {mark}: .*? -->\n).*?(<!-- {mark}: end -->)"
         text = re.sub(written, rf"\1{table}\n\n{source}.\2", text, flags=re.DOTALL)
     return text
@@ -141,7 +139,7 @@ def with_tables(text: str) -> str:
 
 def draw_real_run() -> Figure:
     """Draw the time of each step, one plot per model."""
-    runs, _ = real_runs()
+    runs = real_runs()
     figure, axes = plt.subplots(1, 2, figsize=(8.2, 3.1), layout="constrained")
     for ax, (model, title) in zip(axes, MODELS.items(), strict=True):
         for name, colour in LOOKS.items():

@@ -92,7 +92,7 @@ def test_names_of_options_functions_and_versions_on_pages_are_those_of_the_code(
 def test_figures_of_the_readme_are_measured():
     """Matplotlib writes the text of each label into a picture, as a comment."""
     labels = set(re.findall("<!-- (.*?) -->", (figures.IMAGES / "real_run.svg").read_text()))
-    runs, _ = figures.real_runs()
+    runs = figures.real_runs()
     shown = [
         {name: f"{statistics.median(row['ms'][20:]):,.0f}" for name, row in rows.items()}
         for rows in runs.values()
