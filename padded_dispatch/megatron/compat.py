@@ -44,7 +44,6 @@ _ASKS = [
     if (asks := found(f"transformer.cuda_graphs.{name}")) is not None
 ]
 
-_MOE = "moe "  # Before the names of their metrics.
 # Beside these, what is logged: each has a dict of tensors.
 _LOGGED = (
     "transformer.multi_token_prediction.MTPLossLoggingHelper",
@@ -126,13 +125,6 @@ def _moe_metrics() -> dict[str, Any]:
     return moe_utils.get_moe_layer_wise_logging_tracker() if tracker is None else tracker().metrics
 
 
-def clear_moe_metrics() -> None:
-    """Zero the MoE metrics since the last report, as Megatron does after a capture."""
-    for name, values in logged_tensors().items():
-        if name.startswith(_MOE):
-            values.zero_()
-
-
 def logged_tensors() -> dict[str, Tensor]:
     """Return the sums that Megatron adds to in forward passes until its next report, by name.
 
@@ -140,7 +132,7 @@ def logged_tensors() -> dict[str, Tensor]:
     multi-token prediction and of sparse attention's indexer, where this version has them.
     """
     logged = {
-        f"{_MOE}{name}": entry["values"] if isinstance(entry, dict) else entry.values
+        f"moe {name}": entry["values"] if isinstance(entry, dict) else entry.values
         for name, entry in _moe_metrics().items()
     }
     for helper in _LOGGED:

@@ -57,18 +57,6 @@ def note_mask(layer: Any, mask_BS: Tensor | None) -> None:
         _noted[layer] = torch.zeros_like(mask_BS, dtype=torch.bool)
 
 
-def sample_mask(layer: Any) -> dict[str, Tensor]:
-    """Return a mask to test a layer's graphs with, as its keyword argument; {} if it has none.
-
-    Every third token is masked.
-    """
-    if layer not in _noted:
-        return {}
-    mask_BS = _noted[layer]
-    every_third = torch.arange(mask_BS.numel(), device=mask_BS.device) % 3 == 1
-    return {"padding_mask": every_third.view_as(mask_BS)}
-
-
 @contextmanager
 def captured(layer: Any, hidden_states: Tensor) -> Iterator[None]:
     """Let the MoE part that is captured in this block read the layer's mask, if it has one.

@@ -11,8 +11,7 @@ nothing waits for it.
 import atexit
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -51,7 +50,7 @@ class Watch:
 
     def see_pass(self, hidden_states: Any) -> None:
         """Count a pass of the first layer; Megatron may announce one twice, with one input."""
-        if self._input() is hidden_states or capturing() or _unseen:
+        if self._input() is hidden_states or capturing():
             return
         self._input = weakref.ref(hidden_states)
         self._end_step_of_passes()
@@ -111,7 +110,6 @@ class Watch:
 
 _watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # Dispatchers keep them alive.
 _last: list[weakref.ref[Watch]] = []  # Where the next layer may join.
-_unseen: list[None] = []  # Not empty while passes do not count.
 
 
 def see_pass(moe: Any, hidden_states: Any) -> None:
@@ -141,16 +139,6 @@ def see_iteration() -> None:
 def _say_last() -> None:
     for watch in list(_watches):
         watch.say()
-
-
-@contextmanager
-def unseen() -> Iterator[None]:
-    """Let no watch count the passes inside the block."""
-    _unseen.append(None)
-    try:
-        yield
-    finally:
-        _unseen.pop()
 
 
 def _num_passes(config: Any) -> int:

@@ -404,14 +404,15 @@ class Training:
         self._logged: dict[str, Tensor] = {}
         self.losses: list[float] = []
 
-    def capture(self) -> Any:
-        """Capture graphs of layers; return the self-test's result, if there is one."""
+    def capture(self) -> None:
+        """Capture graphs of layers."""
         if self._helper is not None:
             try:
                 self._helper.create_cudagraphs()
             finally:
                 cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
-        return self.graphs.capture() if self.graphs is not None else None
+        if self.graphs is not None:
+            self.graphs.capture()
 
     def end(self) -> None:
         """Delete the graphs; call it before the process groups are destroyed."""

@@ -9,8 +9,8 @@ model is built. Before a capture both check what Megatron's training script chec
 does not. `padded_dispatch/megatron/RECIPES.md` has such a loop.
 """
 
+import functools
 import gc
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,26 +19,14 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron import schedule
 from padded_dispatch.megatron.compat import graph_scopes
-from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.graphs import guard
-from padded_dispatch.megatron.graphs.selftest import (
-    Sample,
-    SelfTest,
-    restore_state,
-    run_eager,
-    run_self_test,
-)
-from padded_dispatch.utils.patches import Patches
-
-_log = logging.getLogger("padded_dispatch")
+from padded_dispatch.megatron.retry import RandomStates
 
 
 def check_random_states(device: torch.device) -> None:
@@ -93,9 +81,11 @@ class LayerGraphs:
         )
         check_random_states(next(chunks[0].parameters()).device)
         self._chunks = chunks
-        self._helper: Any = cuda_graphs.TECudaGraphHelper(
-            chunks, config, seq_length, micro_batch, optimizers=list(optimizers)
-        )
+        helper: Any = cuda_graphs.TECudaGraphHelper
+        given = chunks, config, seq_length, micro_batch
+        # It captures once, and takes its numbers of chunks for the model's if it is used again.
+        self._make_helper = functools.partial(helper, *given, optimizers=list(optimizers))
+        self._helper = self._make_helper()
         require(
             self._helper.flattened_callables,
             "cuda_graph_modules (cuda_graph_scope before 0.18)",
@@ -104,18 +94,11 @@ class LayerGraphs:
             "add 'moe', or set none to capture whole layers",
         )
 
-    def capture(self) -> SelfTest | None:
-        """Warm up, capture, and compare replays with eager runs. Call it between training steps.
+    def capture(self) -> None:
+        """Warm up and capture. Call it between training steps.
 
-        Clears gradients and Megatron's MoE metrics, as Megatron's capture does; restores counters
-        and random states.
-
-        Returns:
-            The outcome of the self-test. None for a model with a MoE layer that is not padded,
-            because stock layers are not reproducible bit by bit.
-
-        Raises:
-            RuntimeError: see `run_self_test`.
+        Clears gradients and Megatron's MoE metrics, as Megatron's capture does; restores random
+        states. Counters go back, too.
         """
         if MoEAuxLossAutoScaler.main_loss_backward_scale is None:
             # Before the first step. Without this the first layer would create the scale as a
@@ -130,36 +113,20 @@ class LayerGraphs:
         ]
         for chunk in hooked:  # Transformer Engine captures no module that has hooks.
             chunk.disable_forward_pre_hook(param_sync=False)
-        report = None
+        states = RandomStates.now()
         try:
-            _create(self._helper, self._chunks)
-            modules = [module for chunk in self._chunks for module in chunk.modules()]
-            if all(is_padded(module) for module in modules if isinstance(module, MoELayer)):
-                report = run_self_test(self._chunks, _samples(self._helper))
+            with explain_out_of_memory():
+                self._helper.create_cudagraphs()
         finally:
+            guard.end_capture()
+            cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
+            states.restore()
             for chunk in hooked:
                 chunk.enable_forward_pre_hook()
-        # The eager steps before, and the self-test, had other memory than the graphs.
+        # The eager steps before had other memory than the graphs.
         guard.release_stores(guard.padded_layers(self._chunks), captured=False)
         if hooked:
             self._helper.cuda_graph_set_manual_hooks()
-        if report is not None:
-            _log.info("self-test: %d tensors of replays equal eager runs", report.num_tensors)
-            if report.unreproducible:
-                _log.info(
-                    "self-test: replays differ where eager runs differ too: %s",
-                    ", ".join(report.unreproducible),
-                )
-            if report.other_kernels:
-                _log.warning(
-                    "%s: graphs compute with other kernels than eager training, so losses differ "
-                    "by rounding. The cause may be Transformer Engine's attention, whose kernels "
-                    "are then slower: make seq_length=%d a multiple of 128, or set NVTE_DEBUG=1 to "
-                    "log the choice",
-                    ", ".join(report.other_kernels),
-                    self._helper.seq_length,
-                )
-        return report
 
     def delete(self) -> None:
         """Run eagerly again, and free the graphs' memory.
@@ -169,6 +136,7 @@ class LayerGraphs:
         """
         if self._helper.graphs_created():
             release(self._helper)
+            self._helper = self._make_helper()
         gc.collect()
 
 
@@ -245,10 +213,8 @@ class IterationGraph:
 
 
 def release(helper: Any) -> None:
-    """Delete the graphs of Megatron's TECudaGraphHelper, so that it can capture again."""
+    """Delete the graphs of Megatron's TECudaGraphHelper, and the stores that they use."""
     helper.delete_cuda_graphs()
-    if hasattr(helper, "_capture_finished"):  # From 0.17 on it captures once otherwise.
-        helper._capture_finished = False
     guard.release_stores(guard.padded_layers(helper.model), captured=True)
 
 
@@ -279,49 +245,3 @@ def forget_iterations() -> None:
         FullCudaGraphWrapper.curr_iteration[stage] = 0
         StaticBufferLoader.static_buffers[stage] = []
     gc.collect()
-
-
-def _create(helper: Any, chunks: list[Any]) -> None:
-    """Run each layer eagerly, since shapes must not be new in a capture; capture; restore state."""
-    with restore_state(chunks):
-        for sample in _samples(helper):
-            run_eager(chunks, sample)
-        try:
-            with explain_out_of_memory(), _numbers_kept(helper):
-                helper.create_cudagraphs()
-        finally:
-            guard.end_capture()
-            cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
-
-
-def _samples(helper: Any) -> list[Sample]:
-    """Return the inputs of each layer's first graph.
-
-    `_get_cuda_graph_input_data` returns inputs in the order (chunk, microbatch, layer), 0.16.1 to
-    0.20. With `overlap_moe_expert_parallel_comm`, every layer is a chunk of the capture.
-    """
-    layers_of_chunks = helper.callables_per_chunk
-    with _numbers_kept(helper):
-        args, options = helper._get_cuda_graph_input_data()
-        if helper.num_model_chunks != len(layers_of_chunks):
-            layers_of_chunks = [[layer] for layers in layers_of_chunks for layer in layers]
-    samples, start = [], 0
-    for layers in layers_of_chunks:
-        for number, layer in enumerate(layers, start):
-            kwargs = options["sample_kwargs"][number] | schedule.sample_mask(layer)
-            samples.append(Sample(layer=layer, args=args[number], kwargs=kwargs))
-        start += len(layers) * helper.num_microbatches
-    return samples
-
-
-@contextmanager
-def _numbers_kept(helper: Any) -> Iterator[None]:
-    """Restore the helper's numbers of chunks and layers.
-
-    With `overlap_moe_expert_parallel_comm` the helper sets them to those of the capture, and takes
-    them for the model's in the next call.
-    """
-    with Patches() as patches:
-        for name in ("num_layers_per_chunk", "num_model_chunks"):
-            patches.set(helper, name, getattr(helper, name))
-        yield

@@ -222,7 +222,6 @@ def _capture(layer: Any, capture: Callable[..., Any], *args: Any, **kwargs: Any)
     _captured[layer] = _state_of_call(layer, hidden_states, get_num_microbatches())
     if layer not in _counted:
         _counted[layer] = [(tensor, tensor.clone()) for tensor in counting_tensors(layer)]
-    # The self-test's mask, if any, is for eager runs.
     with schedule.captured(layer, hidden_states):
         return capture(*args, **kwargs)
 
