@@ -1,6 +1,8 @@
 """Figures and tables of `04_performance.ipynb`, drawn from `results/*.json`."""
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +28,37 @@ def load(name: str, **conditions: Any) -> Rows:
     return [row for row in rows if all(row.get(k) == v for k, v in conditions.items())]
 
 
+def runs_of(rows: Rows) -> list[Rows]:
+    """Return the rows of each run."""
+    return [list(run) for _, run in itertools.groupby(rows, key=lambda row: row["about"])]
+
+
 def layers(ep: int, *, beside_stock: bool = True) -> Rows:
     """Return the rows of layers, of commands that measured stock, too, or of those that did not."""
-    runs: dict[str, Rows] = {}
-    for row in load("layer_bench", ep=ep):
-        runs.setdefault(row["about"]["command"], []).append(row)
-    held = {name: any(row["contender"] != "ours" for row in rows) for name, rows in runs.items()}
-    return [row for name, rows in runs.items() if held[name] == beside_stock for row in rows]
+    runs = runs_of(load("layer_bench", ep=ep))
+    wanted = [r for r in runs if any(row["contender"] != "ours" for row in r) == beside_stock]
+    return [row for run in wanted for row in run]
 
 
-def conditions(rows: Rows) -> str:
-    """Return machine, versions, date, commits and commands of the rows, as text."""
-    lines = []
-    for about in (row["about"] for row in rows):
-        packages = ("megatron-core", "transformer-engine", "torch")
-        named = [f"{name} {about['versions'][name]}" for name in packages]
-        older = "" if about.get("kernels") == kernels() else ", older kernels"
-        lines.append(f"{about['machine']}, {', '.join(named)}, {about['date']}")
-        lines.append(f"commit {about['commit']}{older}: {about['command'].split(' --out')[0]}")
-    return "\n".join(dict.fromkeys(lines))
+def table(head: list[str], lines: list[list[str]]) -> Markdown:
+    """Return a table of Markdown."""
+    return Markdown(
+        "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
+    )
 
 
 def show_layers(rows: Rows) -> None:
-    """Print the table of each command, as `padded-dispatch bench` prints it, and its conditions."""
-    of_commands: dict[str, Rows] = {}
-    for row in rows:
-        since = {"sustained_ms": None, "joules": None}  # Not in the oldest rows.
-        of_commands.setdefault(conditions([row]), []).append(since | row)
-    for condition, of_command in of_commands.items():
-        print(f"{condition}\n\n{report.table(of_command)}")
+    """Print the conditions of each run, and its table as `padded-dispatch bench` prints it."""
+    since = {"sustained_ms": None, "joules": None}  # Not in the oldest rows.
+    for run in runs_of(rows):
+        about = run[0]["about"]
+        packages = ("megatron-core", "transformer-engine", "torch")
+        named = [f"{name} {about['versions'][name]}" for name in packages]
+        older = "" if about.get("kernels") == kernels() else ", older kernels"
+        command = re.sub(r" --out \S+", "", about["command"])
+        print(f"{about['machine']}, {', '.join(named)}, {about['date']}")
+        print(f"commit {about['commit']}{older}: {command}\n")
+        print(report.table([since | row for row in run]))
 
 
 def draw_layers(rows: Rows, x: str, label: str) -> None:
@@ -104,14 +108,14 @@ def draw_losses() -> None:
 
 def real_table() -> Markdown:
     """Return a table of the runs: time, its spread, memory, and the rows that ours dropped."""
-    lines = ["| model | | ms | least, most | GiB | dropped |", "|---|---|---|---|---|---|"]
+    lines = []
     for model, rows in readme_figures.real_runs().items():
         for name, row in rows.items():
             times = row["ms"][readme_figures.FIRST_STEP - 1 :]
             dropped = f"{max(row['dropped']):.0%}" if "dropped" in row else "not counted"
             cells = model, name, f"{row['median_ms']:,.0f}", f"{min(times):,.0f}, {max(times):,.0f}"
-            lines.append(f"| {' | '.join(cells)} | {row['peak_mib'] / 1024:.0f} | {dropped} |")
-    return Markdown("\n".join(lines))
+            lines.append([*cells, f"{row['peak_mib'] / 1024:.0f}", dropped])
+    return table(["model", "", "ms", "least, most", "GiB", "dropped"], lines)
 
 
 def rivals() -> Markdown:
@@ -125,10 +129,7 @@ def rivals() -> Markdown:
             cells.setdefault(case, {})[row["contender"]] = f"{shown[0]} ({shown[1]})"
     names = list(dict.fromkeys(name for of_case in cells.values() for name in of_case))
     lines = [
-        f"| model | routing | tokens | {' | '.join(names)} |",
-        "|---" * (3 + len(names)) + "|",
+        [*map(str, case), *(of_case.get(name, "") for name in names)]
+        for case, of_case in cells.items()
     ]
-    for case, of_case in cells.items():
-        given = [*map(str, case), *(of_case.get(name, "") for name in names)]
-        lines.append(f"| {' | '.join(given)} |")
-    return Markdown("\n".join(lines))
+    return table(["model", "routing", "tokens", *names], lines)

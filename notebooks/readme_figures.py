@@ -76,7 +76,7 @@ def main() -> None:
 
 def newest_table() -> tuple[str, dict[str, Any]]:
     """Return the table of a layer in Markdown, and the metadata of the run that measured it."""
-    for run in _newest_runs():
+    for run in reversed(_runs()):
         if (table := readme_table(run["rows"])) is not None:
             return table, run["about"]
     raise ValueError("store.json must hold a run with all of the README's table, got none")
@@ -88,15 +88,15 @@ def real_runs() -> dict[str, dict[str, dict[str, Any]]]:
     Each has `about` of its run.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {model: {} for model in MODELS}
-    for run in _newest_runs()[::-1]:
+    for run in _runs():
         for row in run["rows"]:
             if (row.get("kind"), row["ep"]) == ("pretrain_gpt", 1):
                 found[row["model"]][row["contender"]] = row | {"about": run["about"]}
     return found
 
 
-def _newest_runs() -> list[dict[str, Any]]:
-    return json.loads((RESULTS / "store.json").read_text())["runs"][::-1]
+def _runs() -> list[dict[str, Any]]:
+    return json.loads((RESULTS / "store.json").read_text())["runs"]
 
 
 def real_table(runs: dict[str, dict[str, Any]]) -> str:

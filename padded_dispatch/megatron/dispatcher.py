@@ -399,9 +399,9 @@ def is_padded(module: Any) -> bool:
 
 
 @contextmanager
-def counts_put_back(*models: torch.nn.Module) -> Iterator[None]:
-    """Restore the counters and buffers of `models` when the block ends."""
-    kept = [(tensor, tensor.clone()) for model in models for tensor in counting_tensors(model)]
+def counts_put_back(model: torch.nn.Module) -> Iterator[None]:
+    """Restore the counters and buffers of a model when the block ends."""
+    kept = [(tensor, tensor.clone()) for tensor in counting_tensors(model)]
     try:
         yield
     finally:

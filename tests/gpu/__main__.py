@@ -5,8 +5,9 @@
 Runs all rows of `tests.gpu.table` that the machine has GPUs for, and loses a rank amid replays of
 direct stores. The results file is complete after every row; a row that fails or times out does not
 end the run. `--only TEXT` runs rows with this text in their check or name. `--ranks N` lets ranks
-share GPUs where there are fewer: NCCL must be 2.30 or newer (LD_PRELOAD). `--cpu N` runs the rows
-that a CPU can, on N processes over gloo, in small sizes.
+share GPUs where there are fewer: NCCL must be 2.30 or newer (LD_PRELOAD), or out of the way by
+`--gloo`, which serves direct stores. `--cpu N` runs the rows that a CPU can, on N processes over
+gloo, in small sizes.
 """
 
 import argparse
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--commit", required=True, help="commit that this tree was made from")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT")
     parser.add_argument("--ranks", type=int, metavar="N", help="the most ranks, on any GPUs")
+    parser.add_argument("--gloo", action="store_true", help="groups over gloo, also on GPUs")
     parser.add_argument("--cpu", type=int, metavar="N", help="use N processes without GPUs")
     arguments = parser.parse_args()
     try:
@@ -44,7 +46,8 @@ def main() -> int:
         return any(one in text for one in arguments.only or [""])
 
     rows = Rows(arguments, num_gpus)
-    device, backend = ("cuda", "nccl") if num_gpus else ("cpu", "gloo")
+    device = "cuda" if num_gpus else "cpu"
+    backend = "nccl" if num_gpus and not arguments.gloo else "gloo"
     pool = WorkerPool(1, backend=backend)
     for row in table():
         fits = row.ranks <= num_ranks and (row.cpu or num_gpus)
