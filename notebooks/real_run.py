@@ -100,6 +100,8 @@ def shape_flags(model: str) -> str:
 def peak_mib() -> Iterator[list[int]]:
     """Yield a list whose one number is the most memory in use on a GPU, beyond that of now."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if gpus := environ.get("CUDA_VISIBLE_DEVICES"):
+        query += ["-i", gpus]  # Others may be at work on the rest.
 
     def used() -> int:
         return max(map(int, subprocess.check_output(query, text=True).split()))
@@ -148,6 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, default=Path(torch.__file__).parent)
     parser.add_argument("--folder", type=Path, default=Path("runs/real_run"))
     parser.add_argument("--limit-s", type=int, default=180, help="of one contender")
+    parser.add_argument("--more", default="", help="flags of Megatron-LM, for all contenders")
     given = parser.parse_args(argv)
     require_results("--out", given.out)
     folder, megatron_lm = given.folder.absolute(), given.megatron_lm.absolute()
@@ -161,11 +164,11 @@ def main(argv: list[str] | None = None) -> None:
     command = " ".join(["notebooks/real_run.py", *(sys.argv[1:] if argv is None else argv)])
     run_about = about(num_gpus=given.ep, command=command, commit=given.commit)
     launcher = ["timeout", "-k", "10", str(given.limit_s), sys.executable]
-    launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(given.ep)]
+    launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.ep)]
     every = (
         f"{EVERYWHERE} --num-layers {given.layers} --global-batch-size {4 * given.ep} "
         f"--expert-model-parallel-size {given.ep} --train-iters {given.iterations} "
-        f"--data-path {folder / 'text'} --data-cache-path {folder / 'cache'}"
+        f"--data-path {folder / 'text'} --data-cache-path {folder / 'cache'} {given.more}"
     )
     for model, name in itertools.product(given.models, given.only):
         flags = CONTENDERS[name].format(factor=given.capacity_factor)
