@@ -67,9 +67,17 @@ class Watch:
 
     def _end_behind(self, hidden_states: Any) -> None:
         if hidden_states.requires_grad:
-            hidden_states.register_hook(self._end_step_of_passes)
+            # A graph keeps its input, and a layer its graph: a hook that kept the layer would keep
+            # all three, and NCCL, which waits for graphs that captured it, would never end.
+            me = weakref.ref(self)
 
-    def _end_step_of_passes(self, grad: Any = None) -> None:
+            def end_step(grad: Any) -> None:
+                if (watch := me()) is not None:
+                    watch._end_step_of_passes()
+
+            hidden_states.register_hook(end_step)
+
+    def _end_step_of_passes(self) -> None:
         """End the step, if it has had all its passes and did not end before."""
         if self._left == 0:
             self.end_step()

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from padded_dispatch.megatron import Telemetry, watch
+from padded_dispatch.megatron import PaddedOptions, Telemetry, watch
 from padded_dispatch.megatron.retry import dropping_nothing
 from padded_dispatch.megatron.telemetry import Reader, overflow_words
 from padded_dispatch.utils.patches import PATCHED
@@ -189,6 +190,21 @@ def test_a_layer_by_padded_spec_says_what_it_drops_without_a_patch(caplog):
             layer(torch.randn(8, 1, tiny.HIDDEN, requires_grad=True))[0].sum().backward()
         assert not PATCHED._saved
     assert ["found no room at step 1 (" in text for text in said(caplog)] == [True, False]
+
+
+@pytest.mark.parametrize("experts", ["module", "packed"])
+def test_a_layer_ends_with_its_graph(experts):
+    """A layer holds its CUDA graph, and that the input and the output of a pass."""
+    with tiny.one_process():
+        layer = tiny.padded_layer(PaddedOptions(experts=experts))
+        tokens = torch.randn(8, 1, tiny.HIDDEN, requires_grad=True)
+        layer.graph = tokens, layer(tokens)[0]
+        layer.graph[1].sum().backward()
+        assert layer.token_dispatcher.watch.steps == 1  # The hook has been called.
+        alive = weakref.ref(layer)
+        del layer, tokens
+        gc.collect()
+        assert alive() is None
 
 
 def test_a_microbatch_calculator_is_not_needed():
