@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import RouterGatingLinearFunction
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -150,8 +149,11 @@ class SelectAfterCounting(TopKRouter):
         the bias.
         """
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return _Gate.apply(input, self.weight, bias, dtype)
+        if self.bias is None or self.bias.dtype == dtype:
+            return super().gating(input)
+        from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+        return router_gating_linear(input, self.weight, self.bias.to(dtype), dtype)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Do what `TopKRouter.routing` does, then keep at most C rows per expert of cells.
@@ -201,32 +203,6 @@ class SelectAfterCounting(TopKRouter):
                 routing_map = routing_map & ~padding_mask[:, None]
             assert self.local_tokens_per_expert is not None
             self.local_tokens_per_expert += routing_map.sum(dim=0)
-
-
-class _Gate(RouterGatingLinearFunction):
-    """Megatron's linear of the router, with a backward of its own for bf16 and logits in fp32.
-
-    Megatron's reads tokens and weight in fp32 and multiplies in TF32, which has 11 bits. Here the
-    gradient of the logits becomes the sum of two numbers in bf16, which have 16 bits of it, and
-    products read tokens and weight as they are.
-    """
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        """Return the gradients of input, weight and bias."""
-        input, weight_ED, bias = ctx.saved_tensors
-        narrow = input.dtype == weight_ED.dtype == torch.bfloat16
-        if not narrow or grad_output.dtype != torch.float32:
-            return RouterGatingLinearFunction.backward(ctx, grad_output)
-        tokens_TD, grad_TE = input.flatten(0, -2), grad_output.flatten(0, -2)
-        both = tokens_TD.new_empty(len(grad_TE), 2, grad_TE.shape[1])
-        high_TE, low_TE = both.unbind(1)
-        high_TE.copy_(grad_TE)
-        torch.sub(grad_TE, high_TE, out=low_TE)
-        grad_input = both.flatten(1) @ torch.cat([weight_ED, weight_ED])
-        grad_weight = torch.addmm(low_TE.T @ tokens_TD, high_TE.T, tokens_TD)
-        grad_bias = None if bias is None else grad_TE.sum(0).to(bias.dtype)
-        return grad_input.view_as(input), grad_weight, grad_bias, None
 
 
 @functools.cache
