@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import figures
@@ -90,15 +91,16 @@ def draw_layers(rows: Rows, x: str, label: str) -> None:
 
 
 def draw_losses() -> None:
-    """Draw the loss of each step of `pretrain_gpt.py`, a panel for each model."""
-    runs = readme_figures.real_runs()
-    figure, panels = plt.subplots(1, len(runs), figsize=(8.6, 3.4), sharey=True)
-    for axes, (model, rows) in zip(panels, runs.items(), strict=True):
+    """Draw the loss of each step of `pretrain_gpt.py`, a panel for each model of the README."""
+    runs, shown = readme_figures.real_runs(), readme_figures.SHOWN
+    figure, panels = plt.subplots(1, len(shown), figsize=(8.6, 3.4), sharey=True)
+    for axes, (key, title) in zip(panels, shown.items(), strict=True):
+        rows = runs[key]
         for name, colour in reversed(readme_figures.LOOKS.items()):
             if name in rows:
                 losses = rows[name]["loss"]
                 axes.plot(range(1, len(losses) + 1), losses, color=colour, label=name)
-        axes.set(title=model, xlabel="step", yscale="log")
+        axes.set(title=title.replace(", ", "\n", 1), xlabel="step", yscale="log")
         axes.set_yticks([4, 5, 6, 8, 10], ["4", "5", "6", "8", "10"])
         axes.yaxis.set_minor_formatter(plt.NullFormatter())
     panels[0].set_ylabel("loss")
@@ -109,13 +111,16 @@ def draw_losses() -> None:
 def real_table() -> Markdown:
     """Return a table of the runs: time, its spread, memory, and the rows that ours dropped."""
     lines = []
-    for model, rows in readme_figures.real_runs().items():
+    for (model, gpus), rows in readme_figures.real_runs().items():
         for name, row in rows.items():
             times = row["ms"][readme_figures.FIRST_STEP - 1 :]
-            dropped = f"{max(row['dropped']):.0%}" if "dropped" in row else "not counted"
-            cells = model, name, f"{row['median_ms']:,.0f}", f"{min(times):,.0f}, {max(times):,.0f}"
-            lines.append([*cells, f"{row['peak_mib'] / 1024:.0f}", dropped])
-    return table(["model", "", "ms", "least, most", "GiB", "dropped"], lines)
+            dropped = f"{mean(row['dropped']):.2%}" if "dropped" in row else "not counted"
+            older = "" if row["about"].get("kernels") == kernels() else ", older kernels"
+            cells = model, str(gpus), name, f"{row['median_ms']:,.0f}"
+            cells += f"{min(times):,.0f}, {max(times):,.0f}", f"{row['peak_mib'] / 1024:.0f}"
+            lines.append([*cells, dropped, row["about"]["commit"] + older])
+    head = ["model", "GPUs", "", "ms", "least, most", "GiB", "dropped", "commit"]
+    return table(head, lines)
 
 
 def rivals() -> Markdown:

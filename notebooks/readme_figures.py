@@ -8,8 +8,8 @@ row of each contender counts, and of one layer the last run that holds every cel
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import matplotlib
@@ -17,8 +17,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
-from padded_dispatch.bench.report import readme_table
+from padded_dispatch.bench.report import README_CONDITIONS, readme_table
 from padded_dispatch.utils.results import kernels
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +45,13 @@ STYLE = {
     "legend.frameon": False,
 }
 
-MODELS = {"qwen3-30b-a3b, 6 layers": "Qwen3-30B-A3B", "gpt-oss-20b, 6 layers": "GPT-OSS-20B"}
+# Runs of `pretrain_gpt.py` by model and GPUs.
+SHOWN = {
+    ("qwen3-30b-a3b, 6 layers", 2): "Qwen3-30B-A3B, 6 layers, 2 GPUs",
+    ("qwen3-30b-a3b, 48 layers", 4): "Qwen3-30B-A3B, 48 layers, 4 GPUs",
+    ("gpt-oss-20b, 6 layers", 1): "GPT-OSS-20B, 6 layers, 1 GPU",
+}
+FACTOR = 1.25
 PARTIAL = "stock dropless, graphs of attention and router"
 LOOKS = {
     "ours": BLUE,
@@ -76,61 +83,61 @@ def main() -> None:
 
 def newest_table() -> tuple[str, dict[str, Any]]:
     """Return the table of a layer in Markdown, and the metadata of the run that measured it."""
-    for run in reversed(_runs()):
-        if (table := readme_table(run["rows"])) is not None:
+    for run in reversed(_runs("layer_bench")):
+        at_home = run["about"]["machine"] == README_CONDITIONS["machine"]
+        if at_home and (table := readme_table(run["rows"])) is not None:
             return table, run["about"]
-    raise ValueError("store.json must hold a run with all of the README's table, got none")
+    raise ValueError("layer_bench.json must hold a run with all of the README's table, got none")
 
 
-def real_runs() -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the newest rows of `pretrain_gpt.py` on one GPU, by model and contender.
+def real_runs() -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+    """Return the newest rows of `pretrain_gpt.py`, by model and GPUs, then by contender.
 
-    Each has `about` of its run.
+    Each has `about` of its run. What has a capacity has that of `FACTOR`.
     """
-    found: dict[str, dict[str, dict[str, Any]]] = {model: {} for model in MODELS}
-    for run in _runs():
+    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for run in _runs("store"):
         for row in run["rows"]:
-            if (row.get("kind"), row["ep"]) == ("pretrain_gpt", 1):
-                found[row["model"]][row["contender"]] = row | {"about": run["about"]}
+            if row.get("kind") == "pretrain_gpt" and row["capacity_factor"] in (FACTOR, None):
+                of_model = found.setdefault((row["model"], row["ep"]), {})
+                of_model[row["contender"]] = row | {"about": run["about"]}
     return found
 
 
-def _runs() -> list[dict[str, Any]]:
-    return json.loads((RESULTS / "store.json").read_text())["runs"]
+def _runs(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["runs"]
 
 
-def real_table(runs: dict[str, dict[str, Any]]) -> str:
+def real_table() -> str:
     """Return the table of real runs in Markdown."""
-    lines = [
-        "| | " + " | ".join(f"{title}, ms | loss | GiB" for title in MODELS.values()) + " |",
-        "|---" * (1 + 3 * len(MODELS)) + "|",
-    ]
-    for name in LOOKS:
-        if name == PARTIAL:
-            continue
-        cells = []
-        for model in MODELS:
-            if (row := runs[model].get(name)) is None:
-                cells += ["-"] * 3
-                continue
-            ms, loss, gib = row["median_ms"], mean(row["loss"][-10:]), row["peak_mib"] / 1024
-            cells += [f"{ms:,.0f}", f"{loss:.2f}", f"{gib:.0f}"]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    names = [name for name in LOOKS if name != PARTIAL]
+    lines = [f"| ms a step | {' | '.join(names)} | commit |", "|---" * (2 + len(names)) + "|"]
+    for key, title in SHOWN.items():
+        rows = real_runs()[key]
+        cells = [f"{rows[name]['median_ms']:,.0f}" if name in rows else "" for name in names]
+        lines.append(f"| {title} | {' | '.join(cells)} | {_commits(rows[n] for n in rows)} |")
     return "\n".join(lines)
 
 
+def _commits(rows: Iterable[dict[str, Any]]) -> str:
+    """Return which commits rows hold for, and whether kernels have changed since."""
+    abouts = [row["about"] for row in rows]
+    older = {about.get("kernels") for about in abouts} != {kernels()}
+    words = ", ".join(dict.fromkeys(about["commit"] for about in abouts))
+    return f"{words}, older kernels" if older else words
+
+
 def with_tables(text: str) -> str:
-    """Return the README with its tables, their commits, and whether kernels have changed since."""
-    runs, (layers, about_layers) = real_runs(), newest_table()
-    abouts = [row["about"] for of_model in runs.values() for row in of_model.values()]
-    tables = {"run": (real_table(runs), abouts), "table": (layers, [about_layers])}
-    for mark, (table, abouts) in tables.items():
-        commits = " and ".join(dict.fromkeys(about["commit"] for about in abouts))
-        older = {about.get("kernels") for about in abouts} != {kernels()}
-        source = f"[store.json](notebooks/results/store.json), commit {commits}"
-        source += ", older kernels" if older else ""
+    """Return the README with its tables."""
+    layers, about = newest_table()
+    tables = {
+        "run": f"{real_table()}\n\n[store.json](notebooks/results/store.json).",
+        "table": f"{layers}\n\n[layer_bench.json](notebooks/results/layer_bench.json), "
+        f"commit {_commits([{'about': about}])}.",
+    }
+    for mark, table in tables.items():
         written = rf"(<!-- {mark}: .*? -->\n).*?(<!-- {mark}: end -->)"
-        text = re.sub(written, rf"\1{table}\n\n{source}.\2", text, flags=re.DOTALL)
+        text = re.sub(written, rf"\1{table}\2", text, flags=re.DOTALL)
     return text
 
 
@@ -140,10 +147,10 @@ def with_tables(text: str) -> str:
 def draw_real_run() -> Figure:
     """Draw the time of each step, one plot per model."""
     runs = real_runs()
-    figure, axes = plt.subplots(1, 2, figsize=(8.2, 3.1), layout="constrained")
-    for ax, (model, title) in zip(axes, MODELS.items(), strict=True):
+    figure, axes = plt.subplots(1, len(SHOWN), figsize=(8.8, 3.1), layout="constrained")
+    for ax, (key, title) in zip(axes, SHOWN.items(), strict=True):
         for name, colour in LOOKS.items():
-            if (row := runs[model].get(name)) is None:
+            if (row := runs[key].get(name)) is None:
                 continue
             steps = range(FIRST_STEP, len(row["ms"]) + 1)
             times = row["ms"][FIRST_STEP - 1 :]
@@ -158,15 +165,16 @@ def draw_real_run() -> Figure:
                 color=colour,
                 annotation_clip=False,
             )
-        ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        ax.set_title(title.replace(", ", "\n", 1), loc="left", fontsize=10, fontweight="bold")
         ax.set_ylim(0, None)
         ax.set_xlim(FIRST_STEP, steps[-1])
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
         ax.set_xlabel("step")
         ax.grid(axis="y", color=PALE)
         ax.set_axisbelow(True)
     axes[0].set_ylabel("ms per step")
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8.5)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8.5)
     return figure
 
 

@@ -93,22 +93,25 @@ def test_figures_of_the_readme_are_measured():
     """Matplotlib writes the text of each label into a picture, as a comment."""
     labels = set(re.findall("<!-- (.*?) -->", (figures.IMAGES / "real_run.svg").read_text()))
     runs = figures.real_runs()
-    shown = [
-        {name: f"{statistics.median(row['ms'][20:]):,.0f}" for name, row in rows.items()}
-        for rows in runs.values()
-    ]
-    numbers = {ms for of_model in shown for ms in of_model.values()}
+    shown = {
+        key: {name: f"{statistics.median(row['ms'][20:]):,.0f}" for name, row in runs[key].items()}
+        for key in figures.SHOWN
+    }
+    numbers = {ms for of_model in shown.values() for ms in of_model.values()}
     assert numbers <= labels, "run python notebooks/readme_figures.py"
-    ours = [row for rows in runs.values() for name, row in rows.items() if name.startswith("ours")]
-    assert not any(any(row["dropped"]) for row in ours)
     first_screen = " ".join(README.read_text().split("## Quick start")[0].split())
-    says = (
-        "takes {} ms a step, stock drop-and-pad in the same graphs {}, dropless {};",
-        "shape {}, {} and {}.",
-    )
-    for words, of_model in zip(says, shown, strict=True):
-        given = [of_model[name] for name in ("ours", "stock drop-and-pad", "stock dropless")]
-        assert words.format(*given) in first_screen
+    says = {
+        ("qwen3-30b-a3b, 48 layers", 4): "those 48 layers takes {} ms, stock drop-and-pad in the "
+        "same graphs {}",
+        ("qwen3-30b-a3b, 6 layers", 2): "the six layers {}, {}, and dropless {}.",
+    }
+    for key, words in says.items():
+        of_model = shown[key]
+        ours, *stock = (name for name in figures.LOOKS if name in of_model and "," not in name)
+        assert words.format(of_model[ours], *(of_model[name] for name in stock)) in first_screen
+    dropped = {key: statistics.mean(runs[key]["ours"]["dropped"]) for key in figures.SHOWN}
+    assert dropped.pop(("qwen3-30b-a3b, 6 layers", 2)) == pytest.approx(0.0018, abs=5e-5)
+    assert "on two it drops 0.18 %" in first_screen and not any(dropped.values())
     assert figures.with_tables(README.read_text()) == README.read_text(), (
         "run python notebooks/readme_figures.py"
     )
