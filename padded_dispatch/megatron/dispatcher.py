@@ -41,7 +41,12 @@ from padded_dispatch.experts.store import Buffers, Store, TakeRoom, fitting, scr
 from padded_dispatch.megatron.chunks import Chunk, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import check_config, check_pipeline, log_once, padded_options
-from padded_dispatch.megatron.experts import chosen_experts, in_fp8, require_gradients_arrive
+from padded_dispatch.megatron.experts import (
+    chosen_experts,
+    in_fp8,
+    require_gradients_arrive,
+    require_weights_stay,
+)
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
@@ -237,6 +242,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Check and log what the first pass with a config and a T shows."""
         if self.configs.in_training:
             require_gradients_arrive(self.experts, self.config)
+            require_weights_stay(self.experts, self.config)
             if self._logs and config.capacity_factor == NO_DROP:
                 self._warn_of_rows(config, tokens_TD)
         elif self._logs and config is self.configs.training:

@@ -38,6 +38,8 @@ from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.megatron.compat import (
     FUSED_SWIGLU_CLAMPS,
     LOCAL_GRAPHS_ADD_GRADIENTS,
+    captures,
+    captures_iteration,
     found,
 )
 from padded_dispatch.megatron.config import padded_options, refusals
@@ -119,6 +121,22 @@ def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
         "be False with Megatron's DDP and experts of the layer's spec, whose weight gradients DDP "
         "would not see",
         "set it, set experts='packed', or train with Megatron-FSDP",
+    )
+
+
+def require_weights_stay(experts: nn.Module, config: Any) -> None:
+    """Raise if graphs of layers hold experts whose weights Megatron-FSDP gathers for each pass.
+
+    It gathers them by hooks of the layer, into memory that it takes and frees as it goes.
+    """
+    gathered = any(hasattr(parameter, "__fsdp_param__") for parameter in experts.parameters())
+    require(
+        not gathered or captures_iteration(config) or not captures(config, "moe"),
+        "cuda_graph_impl",
+        config.cuda_graph_impl,
+        "capture no experts of layers with Megatron-FSDP, whose hooks a replay does not run: it "
+        "would read weights where they lay at the capture",
+        "capture attn, moe_router and moe_preprocess only, or train with Megatron's DDP",
     )
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, _coalescing_manager
 
 from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
+from padded_dispatch.megatron.experts import require_weights_stay
 from padded_dispatch.utils.patches import Patches
 from tests.support import tiny
 from tests.support.parity import megatron
@@ -74,7 +76,15 @@ def fsdp_on_cpu() -> Iterator[None]:
         yield
 
 
-def losses(dispatcher: str, strategy: str, *, ep: int, steps: int, **options: Any) -> list[float]:
+def losses(
+    dispatcher: str,
+    strategy: str,
+    *,
+    ep: int,
+    steps: int,
+    fields: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[float]:
     """Train for some steps on this rank's tokens, the last on those of the first; return losses."""
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
@@ -85,6 +95,7 @@ def losses(dispatcher: str, strategy: str, *, ep: int, steps: int, **options: An
         attention_dropout=0.0,
         init_method_std=0.3,
         expert_model_parallel_size=ep,
+        **(fields or {}),
     )
     if options:
         config.padded_dispatch = PaddedOptions(**options)
@@ -151,3 +162,33 @@ def test_losses_are_those_of_stock(pool2, strategy, ep):
         assert stock[-1] < stock[0] - 0.1  # It learned its first tokens.
         for experts, ours in found.items():
             assert ours == pytest.approx(stock, rel=1e-6), experts
+
+
+def _said(captured: dict[str, Any], experts: str) -> str:
+    """Return what the first pass says of graphs of layers; "" where it trains."""
+    with megatron("cpu", expert_model_parallel_size=2), fsdp_on_cpu():
+        how = {"ep": 2, "steps": 1, "experts": experts, "fields": captured}
+        try:
+            losses("padded_alltoall", "optim_grads_params", **how)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("experts", ["module", "packed"])
+def test_experts_in_graphs_of_layers_are_refused_on_all_ranks(pool2, experts):
+    for scopes in (("attn", "moe"), ()):
+        for said in pool2.run(_said, layer_graphs(*scopes), experts):
+            assert "cuda_graph_impl must capture no experts of layers with Megatron-FSDP" in said
+    parts = layer_graphs("attn", "moe_router", "moe_preprocess")
+    assert pool2.run(_said, parts, experts) == ["", ""]
+
+
+def test_a_graph_of_the_iteration_holds_what_gathers_weights():
+    linear = torch.nn.Linear(1, 1)
+    graphs, iteration = (SimpleNamespace(**f) for f in (layer_graphs("moe"), iteration_graph()))
+    require_weights_stay(linear, graphs)
+    vars(linear.weight)["__fsdp_param__"] = True
+    require_weights_stay(linear, iteration)
+    with pytest.raises(ValueError, match="got 'transformer_engine'; capture attn"):
+        require_weights_stay(linear, graphs)
