@@ -20,8 +20,8 @@ from torch import Tensor
 
 from padded_dispatch import experts
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require
-from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import Exchange, Wire, agree_on_shapes, choose
+from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes
+from padded_dispatch.exchange.choose import Exchange, Wire, choose
 from padded_dispatch.experts import Call, ExpertWeights, padded
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.padded import ExpertInput, Sent

@@ -1,4 +1,4 @@
-"""Choose a layer's exchange, and compare shapes and rules over the ranks before each pass.
+"""Choose a layer's exchange.
 
 The choice follows from settings and the kind of machine, and from nothing that the router decides.
 It is alike on all ranks, and stays. `"auto"` takes direct stores where our packed experts compute,
@@ -6,14 +6,10 @@ experts are not split, and all ranks are GPUs of one host that reach each other 
 collectives. With one rank nothing moves.
 """
 
-import functools
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, ExchangeKind, require, require_tokens
-from padded_dispatch.exchange.agreement import Agreement, Values
+from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange.collectives import Collectives, CollectiveWire
 from padded_dispatch.exchange.direct import DirectStores, DirectWire
 
@@ -63,50 +59,3 @@ def choose(
             raise
         return collectives, str(error)
     return direct, f"the {direct.group.size()} ranks share a host and reach each other's GPUs"
-
-
-def agree_on_shapes(
-    agreement: Agreement,
-    config: DispatchConfig,
-    tokens_TD: Tensor,
-    rules: Values,
-    *,
-    any_tokens: bool = False,
-    **shapes: object,
-) -> None:
-    """Compare everything that decides a result over the ranks, before the routing is known.
-
-    T = 0 is checked after the comparison, so every rank raises and none is left in a collective.
-
-    Args:
-        agreement: over the layer's groups.
-        config: of the pass.
-        tokens_TD: its D and dtype are read as well.
-        rules: further values that must be equal on all ranks.
-        any_tokens: ranks may have different T; for passes with `FIT`, which take as many slots as
-            the largest T: see `Agreement.largest`.
-        **shapes: as `rules`, of values that a CUDA graph captures.
-
-    Raises as `Agreement.check` does, on all ranks.
-    """
-    num_tokens, hidden_size = tokens_TD.shape
-    agreement.check(
-        # Without gradients on one rank alone, backward would wait for it.
-        (*vars(config).items(), *rules, ("gradients are enabled", torch.is_grad_enabled())),
-        D=hidden_size,
-        dtype=tokens_TD.dtype,
-        **sizes_of(config, num_tokens, any_tokens),
-        **shapes,
-    )
-    require_tokens(num_tokens)
-
-
-@functools.cache
-def sizes_of(config: DispatchConfig, num_tokens: int, any_tokens: bool) -> dict[str, object]:
-    """Return the sizes of a pass that `agree_on_shapes` compares."""
-    sized = num_tokens and not config.fits
-    return {
-        "T": "any but 0" if any_tokens and num_tokens else num_tokens,
-        "C": config.capacity(num_tokens) if sized else 0,
-        "rows": config.rows(num_tokens) if sized else 0,
-    }

@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from padded_dispatch.config import FIT, require
 from padded_dispatch.counters import RoutingObserver
-from padded_dispatch.exchange.agreement import Agreement, Values
-from padded_dispatch.exchange.choose import agree_on_shapes
+from padded_dispatch.exchange.agreement import Agreement, Values, agree_on_shapes
 from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.layer_configs import LayerConfigs

@@ -6,21 +6,24 @@ Every function here runs on all ranks of a pool. If the run returns one error pe
 left waiting.
 """
 
+import json
 import os
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
-from padded_dispatch.config import NO_DROP
+from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.exchange import agreement as agreement_module
-from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes
 from padded_dispatch.exchange.mirror import AbsentRanksError
 from tests.exchange.test_mirror import grid
 from tests.support.pool import WorkerError, WorkerPool
 
+CONFIG = DispatchConfig(num_experts=4, top_k=2, num_ranks=2, capacity_factor=1.0)
 SAME = dict(
     T=5, D=3, E=4, K=2, dtype=torch.float32, probs_dtype=torch.float32, factor=1.0, policy="probs"
 )
@@ -212,3 +215,48 @@ def test_a_capture_accepts_only_shapes_of_an_eager_call(pool2):
             "shapes inside a CUDA graph capture must be those of an earlier eager step, got "
             "dtype=torch.float32, T=6; run one eager step with the same shapes before capturing"
         )
+
+
+# What is compared.
+
+
+def compared(config: DispatchConfig, num_tokens: int, **how: Any) -> dict[str, str]:
+    """Return what `agree_on_shapes` gives the agreement."""
+    agreement = Mock(Agreement)
+    agree_on_shapes(agreement, config, torch.zeros(num_tokens, 3), (("rule", 7),), **how)
+    (rules,), shapes = agreement.check.call_args
+    return {name: str(value) for name, value in (*rules, *shapes.items())}
+
+
+def test_all_that_decides_a_result_is_compared():
+    found = compared(CONFIG, 8, layout="padded")
+    sizes = {"T": "8", "D": "3", "C": "4", "rows": "16"}
+    assert found == sizes | {
+        "dtype": "torch.float32",
+        "layout": "padded",
+        "rule": "7",
+        "gradients are enabled": "True",
+        "num_experts": "4",
+        "top_k": "2",
+        "capacity_factor": "1.0",
+        "alignment": "1",
+        "capacity_pool": "expert",
+        "policy": "probs",
+        "num_ranks": "2",
+        "etp_size": "1",
+    }
+    assert json.dumps(found)  # It travels as text.
+
+
+def test_sizes_that_fit_are_no_part_of_it():
+    config = DispatchConfig(num_experts=4, top_k=2, capacity_factor=FIT)
+    for num_tokens in (3, 8):
+        found = compared(config, num_tokens, any_tokens=True)
+        assert (found["T"], found["C"], found["rows"]) == ("any but 0", "0", "0")
+
+
+def test_no_tokens_raise_after_the_comparison():
+    agreement = Mock(Agreement)
+    with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0; pad the batch"):
+        agree_on_shapes(agreement, CONFIG, torch.zeros(0, 3), (), any_tokens=True)
+    assert agreement.check.call_args[1]["T"] == 0

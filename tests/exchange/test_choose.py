@@ -1,6 +1,5 @@
 """Which exchange a layer takes, and what forbids direct stores."""
 
-import json
 import re
 from typing import Any
 from unittest.mock import Mock, patch
@@ -8,10 +7,9 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from padded_dispatch.config import FIT, DispatchConfig
+from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange import choose as module
-from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import agree_on_shapes, choose
+from padded_dispatch.exchange.choose import choose
 from padded_dispatch.exchange.collectives import Collectives
 
 CUDA = torch.device("cuda")
@@ -77,48 +75,3 @@ def test_one_rank_moves_nothing():
         exchange, reason = chosen(kind, group=None, config=DispatchConfig(num_experts=2, top_k=1))
         assert exchange.kind == "none"
     assert reason == 'exchange="alltoall" was asked for'
-
-
-# What is compared.
-
-
-def compared(config: DispatchConfig, num_tokens: int, **how: Any) -> dict[str, str]:
-    """Return what `agree_on_shapes` gives the agreement."""
-    agreement = Mock(Agreement)
-    agree_on_shapes(agreement, config, torch.zeros(num_tokens, 3), (("rule", 7),), **how)
-    (rules,), shapes = agreement.check.call_args
-    return {name: str(value) for name, value in (*rules, *shapes.items())}
-
-
-def test_all_that_decides_a_result_is_compared():
-    found = compared(CONFIG, 8, layout="padded")
-    sizes = {"T": "8", "D": "3", "C": "4", "rows": "16"}
-    assert found == sizes | {
-        "dtype": "torch.float32",
-        "layout": "padded",
-        "rule": "7",
-        "gradients are enabled": "True",
-        "num_experts": "4",
-        "top_k": "2",
-        "capacity_factor": "1.0",
-        "alignment": "1",
-        "capacity_pool": "expert",
-        "policy": "probs",
-        "num_ranks": "2",
-        "etp_size": "1",
-    }
-    assert json.dumps(found)  # It travels as text.
-
-
-def test_sizes_that_fit_are_no_part_of_it():
-    config = DispatchConfig(num_experts=4, top_k=2, capacity_factor=FIT)
-    for num_tokens in (3, 8):
-        found = compared(config, num_tokens, any_tokens=True)
-        assert (found["T"], found["C"], found["rows"]) == ("any but 0", "0", "0")
-
-
-def test_no_tokens_raise_after_the_comparison():
-    agreement = Mock(Agreement)
-    with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0; pad the batch"):
-        agree_on_shapes(agreement, CONFIG, torch.zeros(0, 3), (), any_tokens=True)
-    assert agreement.check.call_args[1]["T"] == 0
