@@ -110,12 +110,12 @@ def _runs(name: str) -> list[dict[str, Any]]:
 
 def real_table() -> str:
     """Return the table of real runs in Markdown."""
-    names = [name for name in LOOKS if name != PARTIAL]
+    runs, names = real_runs(), [name for name in LOOKS if name != PARTIAL]
     lines = [f"| ms a step | {' | '.join(names)} | commit |", "|---" * (2 + len(names)) + "|"]
     for key, title in SHOWN.items():
-        rows = real_runs()[key]
+        rows = runs[key]
         cells = [f"{rows[name]['median_ms']:,.0f}" if name in rows else "" for name in names]
-        lines.append(f"| {title} | {' | '.join(cells)} | {_commits(rows[n] for n in rows)} |")
+        lines.append(f"| {title} | {' | '.join(cells)} | {_commits(rows.values())} |")
     return "\n".join(lines)
 
 
