@@ -78,7 +78,7 @@ class Counters:
         struck: rows that found no slot on the wire.
         max_need: the largest need of one pass since it was last zeroed; the only number that is no
             sum. Cells: demand for one expert. A store: rows that would have held all, of this pass
-            and of what shares the store with it.
+            and of what shares the store with it; where rows were struck, at least.
         totals: `demand_E`, `kept_E`, then `SCALARS`.
         of_receiver: what the layout of a pass counts, by the names that `kernels.layout` has.
     """
@@ -99,6 +99,7 @@ class Counters:
     ) -> None:
         num_experts, num_local = config.num_experts, config.num_local_experts
         self._of_cells, self._top_k = config.capacity_pool == "expert", config.top_k
+        self._num_local = num_local
         num_totals = 2 * num_experts + len(SCALARS)
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
         self.max_need = torch.zeros((), dtype=torch.int64, device=device)
@@ -129,6 +130,25 @@ class Counters:
             self._top_k,
             asked_TE.shape[1] * selection.capacity if self._of_cells else 0,
         )
+
+    @torch.no_grad()
+    def count_struck(self, num_rows: Tensor, num_asked: Tensor, shares_per_token: int) -> None:
+        """Count rows without a slot on the wire, and the least rows of a store with slots for all.
+
+        With C slots of a cell a source has L * C for a rank, and the store `C * E / K` for each
+        share of a token. Struck rows may need more: no rank of theirs has counted them.
+
+        Args:
+            num_rows: see `exchange.collectives.Struck`.
+            num_asked: likewise.
+            shares_per_token: rows of the store in perfect balance, for each token.
+
+        Example: E = 8, L = 4, K = 2, one layer: 10 tokens for a rank ask for C = 3, 24 rows.
+        """
+        self.struck += num_rows.squeeze()
+        slots = -(-num_asked.long() // self._num_local)
+        need = -(-slots * len(self.demand_E) * shares_per_token // self._top_k)
+        torch.maximum(self.max_need, need.squeeze(), out=self.max_need)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the memory behind all counts, to be reduced, copied or restored."""
@@ -210,7 +230,7 @@ class Snapshot:
 
     @property
     def needed_factor(self) -> Floats:
-        """Capacity factor with which no row would have been dropped.
+        """Capacity factor with which no row would have been dropped, or more if rows were struck.
 
         Capacities of cells are whole numbers of rows, so up to one row less per cell would be
         enough. If T changes from pass to pass, their factor is for the mean T.

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +106,22 @@ def snapshot() -> Snapshot:
     idle_passes_YR = np.array([[0, 2], [0, 0]])
     totals_YW = np.stack([totals_W, np.zeros_like(totals_W)])
     return snapshot_of(totals_YW, np.array([5, 0]), idle_passes_YR, layers=(3, 5), top_k=K)
+
+
+def test_rows_without_a_slot_need_a_factor_that_has_them():
+    """With the example's factor a source of 12 tokens has 12 slots, with one below it has 8."""
+    sizes: Any = {"num_experts": 8, "top_k": 2, "num_ranks": 2, "capacity_pool": "store"}
+    counters = Counters(DispatchConfig(**sizes), "cpu")
+    ints = partial(torch.tensor, dtype=torch.int32)
+    counters.max_need.fill_(23)
+    counters.count_struck(ints([5]), ints([10]), shares_per_token=2)
+    counters.count_struck(ints([2]), ints([8]), shares_per_token=2)
+    assert (counters.struck.item(), counters.max_need.item()) == (7, 24)
+    factors = [rows / (2 * 12) for rows in (24, 23, 16)]
+    slots = [DispatchConfig(**sizes, capacity_factor=f).wire_slots(12) for f in factors]
+    assert slots == [12, 12, 8]
+    counters.count_struck(ints([0]), ints([9]), shares_per_token=6)  # of three layers
+    assert counters.max_need.item() == 72
 
 
 def test_a_snapshot_has_the_counts_of_the_counters():

@@ -22,6 +22,7 @@ group.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,19 @@ from padded_dispatch.utils.phases import require_first_derivatives
 # torch 2.13 deprecates the longer names; 2.8 has no others.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Struck:
+    """Rows that a source could not send in a pass, and why; int32 [1] each.
+
+    Attributes:
+        num_rows: rows of tokens without a slot.
+        num_asked: the most tokens that asked for one rank.
+    """
+
+    num_rows: Tensor
+    num_asked: Tensor
 
 
 class Collectives:
@@ -68,7 +82,7 @@ class Collectives:
 
     def strike(
         self, map_TE: Tensor, probs_TE: Tensor, num_slots: int
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Struck | None]:
         """Cut a map so that no rank gets more than P tokens of this source; before the plan.
 
         Args:
@@ -77,7 +91,7 @@ class Collectives:
             num_slots: P.
 
         Returns:
-            The map, and the rows that it lost, int32 [1]; None if it cannot lose any.
+            The map, and what it lost; None if it cannot lose anything.
 
         Example: R = 2, L = 2, P = 1: of `[[1, 1, 0, 0], [1, 0, 1, 0]]` with the probabilities
         `[[.2, .2, 0, 0], [.3, 0, .4, 0]]`, policy "probs" leaves `[[1, 1, 0, 0], [0, 0, 1, 0]]`.
@@ -97,8 +111,9 @@ class Collectives:
             order_TR = sum_TR.argsort(dim=0, descending=True, stable=True)
             stays_TR = torch.zeros_like(asks_TR).scatter_(0, order_TR[:num_slots], True)
         kept = by_rank & stays_TR[..., None]
-        struck = (map_TE.sum(dtype=torch.int32) - kept.sum(dtype=torch.int32)).view(1)
-        return kept.flatten(1), struck
+        num_rows = map_TE.sum(dtype=torch.int32) - kept.sum(dtype=torch.int32)
+        num_asked = asks_TR.sum(0, dtype=torch.int32).max()
+        return kept.flatten(1), Struck(num_rows=num_rows.view(1), num_asked=num_asked.view(1))
 
     def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "CollectiveWire":
         """Begin a pass.

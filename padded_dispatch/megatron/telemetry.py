@@ -85,13 +85,15 @@ def overflow_words(snapshots: Snapshots) -> str:
     when = f"in steps {first} to {snapshots.step}" if several else f"at step {snapshots.step}"
     needed = np.nan_to_num(training.needed_factor).max()
     factor = math.ceil(round(needed * 100, 6)) / 100
-    of_all = f"{training.figures()['dropped']:.2%} of all rows"
+    of_all, more = f"{training.figures()['dropped']:.2%} of all rows", ""
     if struck := int(training.struck_Y.sum()):
         of_all += f", {struck / training.demand_YE.sum():.2%} for want of a slot between ranks"
+        more = " or more"
     pool = "capacity_pool='store' or " if training.share_rows_Y is None else "or "
     return (
         f"{shares_Y[worst]:.2%} of the rows of layer {training.layers_Y[worst]} found no room "
-        f"{when} ({of_all}); moe_expert_capacity_factor={factor:g} would have held all layers: "
+        f"{when} ({of_all}); moe_expert_capacity_factor={factor:g}{more} would have held all "
+        "layers: "
         f"set it, {pool}on_overflow='retry'"
     )
 
