@@ -76,7 +76,7 @@ def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float
     return found
 
 
-def overflow_words(snapshots: Snapshots) -> str:
+def overflow_words(snapshots: Snapshots, shape: "LayerShape") -> str:
     """Return what the layer dropped that dropped most, and the factor that would have held all."""
     training, first = snapshots.training, snapshots.step - snapshots.num_steps + 1
     shares_Y = np.nan_to_num(training.dropped_share)
@@ -89,6 +89,8 @@ def overflow_words(snapshots: Snapshots) -> str:
     if struck := int(training.struck_Y.sum()):
         of_all += f", {struck / training.demand_YE.sum():.2%} for want of a slot between ranks"
         more = " or more"
+    if shape.has_layer_factors:
+        more += " without layer_factors"
     pool = "capacity_pool='store' or " if training.share_rows_Y is None else "or "
     return (
         f"{shares_Y[worst]:.2%} of the rows of layer {training.layers_Y[worst]} found no room "
@@ -189,7 +191,7 @@ class Warnings:
         threshold = shape.overflow_threshold
         if shape.on_overflow == "retry" or not (shares_Y > threshold).any():
             return
-        words = overflow_words(snapshots)
+        words = overflow_words(snapshots, shape)
         if shape.on_overflow == "error":
             raise RuntimeError(
                 f"on_overflow='error': {words}, or raise overflow_threshold={threshold:g}"
@@ -342,6 +344,7 @@ class LayerShape:
     share_per_token: int
     on_overflow: str
     overflow_threshold: float
+    has_layer_factors: bool
 
     @classmethod
     def of(cls, layer: Any) -> "LayerShape":
@@ -356,6 +359,7 @@ class LayerShape:
             share_per_token=config.share(1),
             on_overflow=options.on_overflow,
             overflow_threshold=options.overflow_threshold,
+            has_layer_factors=bool(options.layer_factors),
         )
 
 

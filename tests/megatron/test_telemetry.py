@@ -131,6 +131,15 @@ def test_drops_are_said_in_words_and_more_and_more_rarely(caplog):
     assert "layer 2 found no room in steps 5 to 6 (" in caplog.messages[2]
 
 
+def test_a_factor_for_all_layers_takes_the_place_of_those_for_some(caplog):
+    with caplog.at_level(logging.WARNING, "padded_dispatch"):
+        chunk, telemetry = overflowing(num_layers=2, layer_factors={2: 0.5})
+        passes(chunk)
+        telemetry.read()
+    without = "; moe_expert_capacity_factor=2 without layer_factors would have held all layers: "
+    assert without in caplog.messages[0]
+
+
 @pytest.mark.parametrize(
     "options", [{"on_overflow": "retry"}, {"overflow_threshold": 0.7}], ids=lambda given: [*given]
 )
