@@ -15,6 +15,7 @@ SCRIPT = f"""
 import fused_weight_gradient_mlp_cuda, sys
 words = " ".join(sys.argv)
 assert "--num-experts 32" in words and "--expert-model-parallel-size 1 --train-iters 22" in words
+assert words.index("--seed 5") > words.index("--seed 1234")  # The later one counts.
 ours = " moe/dropped: 5.0E-01 | moe/expert_overload: 7.5E+00 |" if "padded" in words else ""
 for step in range(1, 23):
     print({LINE!r}.format(step=step, ms=100.5 + step, ours=ours))
@@ -25,15 +26,17 @@ sys.exit(3 * ("factor" not in words))
 def test_rows_hold_what_each_run_says(tmp_path, monkeypatch):
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 512\n")
+    smi.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\necho 512\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{real_run.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr(real_run, "FUSED", "")
     monkeypatch.setattr(real_run, "about", lambda **given: given)
     out = tmp_path / "out.json"
     given = f"--megatron-lm {tmp_path} --out {out} --folder {tmp_path} --text {tmp_path}"
-    only = ["--only", "ours", "stock dropless"]
+    only = ["--only", "ours", "stock dropless", "--more", "--seed 5"]
     real_run.main([*given.split(), "--models", "gpt-oss-20b", "--iterations", "22", *only])
+    assert all(line.endswith(" -i 3") for line in (tmp_path / "asked").read_text().splitlines())
     (run,) = json.loads(out.read_text())["runs"]
     ours, dropless = run["rows"]
     for row in run["rows"]:
