@@ -198,10 +198,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
         routing_map, struck = self.exchange.strike(routing_map, probs, num_slots)
-        counters, shares = self._counters_now(), self.shares_per_token  # None: cells lose nothing.
-        if struck is not None and counters is not None and shares is not None:
-            shares = shares if self.configs.in_training else config.share(1)
-            counters.count_struck(**vars(struck), shares_per_token=shares)
+        counters = None if struck is None else self._counters_now()
+        if counters is not None and config.capacity_pool == "store":  # Cells lose nothing there.
+            shares = self.shares_per_token if self.configs.in_training else None
+            counters.count_struck(**vars(struck), shares_per_token=shares or config.share(1))
         plan = make_plan(routing_map, top_k=config.top_k)
         self.expert_SBK = plan.expert_TK.view(*shape, -1)
         self.place_SBK = plan.place_TK.view(*shape, -1)
