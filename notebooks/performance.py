@@ -13,7 +13,6 @@ import readme_figures
 from IPython.display import Markdown
 
 from padded_dispatch.bench import report
-from padded_dispatch.utils.results import kernels
 
 Rows = list[dict[str, Any]]
 
@@ -55,10 +54,9 @@ def show_layers(rows: Rows) -> None:
         about = run[0]["about"]
         packages = ("megatron-core", "transformer-engine", "torch")
         named = [f"{name} {about['versions'][name]}" for name in packages]
-        older = "" if about.get("kernels") == kernels() else ", older kernels"
         command = re.sub(r" --out \S+", "", about["command"])
         print(f"{about['machine']}, {', '.join(named)}, {about['date']}")
-        print(f"commit {about['commit']}{older}: {command}\n")
+        print(f"commit {readme_figures.commits(run)}: {command}\n")
         print(report.table([since | row for row in run]))
 
 
@@ -115,10 +113,9 @@ def real_table() -> Markdown:
         for name, row in rows.items():
             times = row["ms"][readme_figures.FIRST_STEP - 1 :]
             dropped = f"{mean(row['dropped']):.2%}" if "dropped" in row else "not counted"
-            older = "" if row["about"].get("kernels") == kernels() else ", older kernels"
             cells = model, str(gpus), name, f"{row['median_ms']:,.0f}"
             cells += f"{min(times):,.0f}, {max(times):,.0f}", f"{row['peak_mib'] / 1024:.0f}"
-            lines.append([*cells, dropped, row["about"]["commit"] + older])
+            lines.append([*cells, dropped, readme_figures.commits([row])])
     head = ["model", "GPUs", "", "ms", "least, most", "GiB", "dropped", "commit"]
     return table(head, lines)
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import matplotlib
@@ -111,15 +112,21 @@ def _runs(name: str) -> list[dict[str, Any]]:
 def real_table() -> str:
     """Return the table of real runs in Markdown."""
     runs, names = real_runs(), [name for name in LOOKS if name != PARTIAL]
-    lines = [f"| ms a step | {' | '.join(names)} | commit |", "|---" * (2 + len(names)) + "|"]
+    head = f"| ms a step; loss; GiB | {' | '.join(names)} | commit |"
+    lines = [head, "|---" * (2 + len(names)) + "|"]
     for key, title in SHOWN.items():
-        rows = runs[key]
-        cells = [f"{rows[name]['median_ms']:,.0f}" if name in rows else "" for name in names]
-        lines.append(f"| {title} | {' | '.join(cells)} | {_commits(rows.values())} |")
+        cells = [_figures_of(runs[key][name]) if name in runs[key] else "" for name in names]
+        lines.append(f"| {title} | {' | '.join(cells)} | {commits(runs[key].values())} |")
     return "\n".join(lines)
 
 
-def _commits(rows: Iterable[dict[str, Any]]) -> str:
+def _figures_of(row: dict[str, Any]) -> str:
+    """Return the median time, the mean loss of the last ten steps, and the peak of memory."""
+    ms, loss, gib = row["median_ms"], mean(row["loss"][-10:]), row["peak_mib"] / 1024
+    return f"{ms:,.0f}; {loss:.2f}; {gib:.0f}"
+
+
+def commits(rows: Iterable[dict[str, Any]]) -> str:
     """Return which commits rows hold for, and whether kernels have changed since."""
     abouts = [row["about"] for row in rows]
     older = {about.get("kernels") for about in abouts} != {kernels()}
@@ -133,7 +140,7 @@ def with_tables(text: str) -> str:
     tables = {
         "run": f"{real_table()}\n\n[store.json](notebooks/results/store.json).",
         "table": f"{layers}\n\n[layer_bench.json](notebooks/results/layer_bench.json), "
-        f"commit {_commits([{'about': about}])}.",
+        f"commit {commits([{'about': about}])}.",
     }
     for mark, table in tables.items():
         written = rf"(<!-- {mark}: .*? -->\n).*?(<!-- {mark}: end -->)"
