@@ -145,10 +145,10 @@ class Counters:
 
         Example: E = 8, L = 4, K = 2, one layer: 10 tokens for a rank ask for C = 3, 24 rows.
         """
-        self.struck += num_rows.squeeze()
+        self.struck += num_rows
         slots = -(-num_asked.long() // self._num_local)
         need = -(-slots * len(self.demand_E) * shares_per_token // self._top_k)
-        torch.maximum(self.max_need, need.squeeze(), out=self.max_need)
+        torch.maximum(self.max_need, need, out=self.max_need)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the memory behind all counts, to be reduced, copied or restored."""

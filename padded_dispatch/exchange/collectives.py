@@ -42,7 +42,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass(frozen=True, kw_only=True)
 class Struck:
-    """Rows that a source could not send in a pass, and why; int32 [1] each.
+    """Rows that a source could not send in a pass, and why; int32 scalars.
 
     Attributes:
         num_rows: rows of tokens without a slot.
@@ -113,7 +113,7 @@ class Collectives:
         kept = by_rank & stays_TR[..., None]
         num_rows = map_TE.sum(dtype=torch.int32) - kept.sum(dtype=torch.int32)
         num_asked = asks_TR.sum(0, dtype=torch.int32).max()
-        return kept.flatten(1), Struck(num_rows=num_rows.view(1), num_asked=num_asked.view(1))
+        return kept.flatten(1), Struck(num_rows=num_rows, num_asked=num_asked)
 
     def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "CollectiveWire":
         """Begin a pass.

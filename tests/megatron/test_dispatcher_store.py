@@ -13,7 +13,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from padded_dispatch.config import FIT, NO_DROP
+from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
+from padded_dispatch.counters import Counters
 from padded_dispatch.experts import store
 from padded_dispatch.megatron import PaddedOptions, dispatcher, padded_spec
 from padded_dispatch.megatron.stacked_linear import StackedLinear, following_zeros
@@ -34,10 +35,13 @@ def layer(pool: Any, factor: Any, *, eval_factor: Any = None, **settings: Any) -
     return made
 
 
-def chain(number: int, factor: float | None, pool: Any = "store", **settings: Any) -> list[Any]:
+def chain(
+    number: int, factor: float | None, pool: Any = "store", eval_factor: Any = None, **settings: Any
+) -> list[Any]:
     """So many layers of one chunk."""
     config = tiny.config(num_layers=number, moe_expert_capacity_factor=factor)
-    settings["padded_dispatch"] = PaddedOptions(experts="packed", capacity_pool=pool)
+    options = {"experts": "packed", "capacity_pool": pool, "eval_factor": eval_factor}
+    settings["padded_dispatch"] = PaddedOptions(**options)
     tiny.changed(config, **settings)
     spec = padded_spec(tiny.layer_spec())
     return [tiny.layer(config, spec, index + 1) for index in range(number)]
@@ -324,6 +328,29 @@ def test_two_ranks_keep_what_there_is_room_for(pool2, factor):
         assert counts["max_need"] <= max(asked, 15 * K)  # Factor 1 has a slot for each token.
         assert counts["max_need"] > room or not counts["struck"]
     assert (num_lost > 0) == (factor < 1)
+
+
+def _struck_passes() -> list[tuple[int, bool]]:
+    """Return the shares of each pass that strikes, and whether the need has a slot for all."""
+    seen, count = [], Counters.count_struck
+
+    def noted(counters: Counters, *, shares_per_token: int, **given: Tensor) -> None:
+        count(counters, **given, shares_per_token=shares_per_token)
+        factor = counters.max_need.item() / (15 * shares_per_token)
+        config = DispatchConfig(num_experts=E, top_k=K, num_ranks=2, capacity_factor=factor)
+        seen.append((shares_per_token, config.wire_slots(15) >= given["num_asked"].item()))
+
+    with patch.object(Counters, "count_struck", noted):
+        made = chain(2, 0.5, eval_factor=0.25)
+        through(made, tokens(15))
+        with torch.no_grad():
+            made[0].eval()(tokens(15))
+    return seen
+
+
+def test_struck_rows_count_in_shares_of_the_store_and_in_evaluation_of_the_layer(pool2):
+    expected = [(2 * K, True), (2 * K, True), (K, True)]
+    assert pool2.run(_over_two_ranks, _struck_passes) == [expected, expected]
 
 
 def _evaluation_fits(pool: str) -> Any:
