@@ -96,7 +96,7 @@ def start(collectives: Collectives, plan: Plan, tokens_TD: Tensor, num_slots: in
     buffers = Buffers(
         rank=0,
         barrier=lambda: None,
-        rows_SPD=tokens_TD.new_empty(2, num_slots, width),
+        rows_SPD=tokens_TD.new_empty(1, num_slots, width),
         expert_SPK=torch.zeros(by_choice, dtype=int32),
         place_SPK=torch.zeros(by_choice, dtype=int32),
         prob_SPK=torch.zeros(by_choice),

@@ -19,15 +19,15 @@ class Values:
     """A row for every token that arrived: the token itself, or its output's gradient.
 
     Attributes:
-        rows_SPD: those of source s in its slots; unspecified where no token lies.
-        own_TD: this rank's own, contiguous, which are read in place of `rows_SPD[own]`; slot t is
-            token t. None where `rows_SPD` has them all.
-        own: number of the source that is this rank; -1 where `own_TD` is None.
+        rows_SPD: those of each source in its slots; unspecified where no token lies.
+        own_TD: this rank's own, contiguous; slot t is token t. `rows_SPD` has only those of other
+            sources then, in order. None where it has them all.
+        own: number of the source that is this rank; None as `own_TD`.
     """
 
     rows_SPD: Tensor
     own_TD: Tensor | None = None
-    own: int = -1
+    own: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,6 +115,10 @@ class Collectives:
         num_asked = asks_TR.sum(0, dtype=torch.int32).max()
         return kept.flatten(1), Struck(num_rows=num_rows, num_asked=num_asked)
 
+    def kept_tokens(self, num_tokens: int, num_slots: int) -> int:
+        """Return how many tokens a pass of T tokens and P slots keeps until backward."""
+        return self.num_sources * num_slots if self.num_sources > 1 else 0
+
     def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "CollectiveWire":
         """Begin a pass.
 
@@ -133,10 +137,12 @@ class CollectiveWire:
 
     Attributes:
         homes_S: None: sums go home.
+        lasts: whether values that arrived last until backward.
         splits: whether other ranks compute parts of the same experts.
     """
 
     homes_S: Tensor | None = None
+    lasts = True
 
     def __init__(
         self, exchange: Collectives, plan: Plan, tokens_TD: Tensor, num_slots: int

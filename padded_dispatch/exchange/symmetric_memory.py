@@ -4,8 +4,8 @@ It uses the CUDA backend of torch's symmetric memory, and neither NVSHMEM nor mu
 eager pass with a shape allocates, after the ranks have compared that shape: a collective call.
 
 All layers of a group share two allocations, whatever their shapes: one that tokens arrive in, and
-one that rows come home to, S * P * D and P * K * D elements per rank. They are apart, because a
-rank may send the tokens of the next layer while another one still sums what came home from this
+one that rows come home to, (S - 1) * P * D and P * K * D elements per rank. They are apart, because
+a rank may send the tokens of the next layer while another one still sums what came home from this
 one. A shape that needs more gets larger ones; earlier ones stay, since captured graphs have their
 addresses. All live as long as the process group, and as long as an autograd node of a pass.
 
@@ -15,6 +15,7 @@ The driver allocates this memory, so torch's allocator does not count it. `alloc
 
 import ctypes
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -108,7 +109,7 @@ class Buffers:
     Attributes:
         rank: this rank's number in the group.
         barrier: see `PeerMemory`.
-        rows_SPD: rows that arrive.
+        rows_SPD: rows that arrive from the other ranks, in order, [S - 1, P, D].
         expert_SPK, place_SPK, prob_SPK, count_SL: their plan, see `exchange.Arrived`.
         rows_R: addresses of `rows_SPD` on every rank.
         plan_R: addresses of `expert_SPK`, behind which the others lie.
@@ -156,7 +157,8 @@ def buffers_for(group: dist.ProcessGroup, shape: Shape, device: torch.device) ->
     known = _groups.setdefault(group, _Group())
     num_ranks, num_slots, top_k = group.size(), shape.num_slots, shape.top_k
     itemsize, choices = shape.dtype.itemsize, num_slots * top_k
-    plan_at = _aligned(num_ranks * num_slots * shape.width * itemsize)
+    arriving_shape = num_ranks - 1, num_slots, shape.width
+    plan_at = _aligned(math.prod(arriving_shape) * itemsize)
     beside_at = _aligned(choices * shape.width * itemsize)
     kind = num_ranks * choices * 4  # bytes of one of three
     needed = plan_at + 3 * kind + num_ranks * shape.num_local_experts * 4, beside_at + choices * 4
@@ -176,7 +178,7 @@ def buffers_for(group: dist.ProcessGroup, shape: Shape, device: torch.device) ->
     return Buffers(
         rank=group.rank(),
         barrier=arriving.barrier,
-        rows_SPD=arriving.tensor(0, (num_ranks, num_slots, shape.width), shape.dtype),
+        rows_SPD=arriving.tensor(0, arriving_shape, shape.dtype),
         expert_SPK=arriving.tensor(plan_at, by_choice, torch.int32),
         place_SPK=arriving.tensor(plan_at + kind, by_choice, torch.int32),
         prob_SPK=arriving.tensor(plan_at + 2 * kind, by_choice, torch.float32),

@@ -3,10 +3,11 @@
     forward    open, lay out, fc1, activation, fc2 with rows sent home, sum
     backward   push, spread, fc2's gradients, activation's, fc1's with rows sent home, sum
 
-Rows and fc1's results lie in the store until backward; fc2's input is computed again there, in the
-pass that computes the activation's gradient, which overwrites fc1's results. So backward runs once
-per forward pass, and what a pass keeps is n * (D + G) elements. Products in e4m3 read rows that are
-quantized where they are made, and kept for that product only.
+Fc1's results lie in the store until backward. Its input is spread again there from the tokens that
+arrived, which a pass keeps in place of their rows, and fc2's is computed again in the pass that
+computes the activation's gradient, which overwrites fc1's results. So backward runs once per
+forward pass. Products in e4m3 read rows that are quantized where they are made, and kept for that
+product only.
 
 Pushes and returns alternate (`exchange.direct` says why), so backward always brings gradients home,
 wanted or not.
@@ -41,7 +42,10 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """The needs of backward beside what autograd keeps; `stored` are rows in a stack."""
+    """The needs of backward beside what autograd keeps.
+
+    `stored`: the buffers of a stack; `own`: see `exchange.Values`.
+    """
 
     wire: Wire
     room: Room
@@ -49,6 +53,7 @@ class _Kept:
     segments: Segments
     row_SPK: Tensor
     stored: tuple[Tensor, ...]
+    own: int | None
 
 
 class _Pass(torch.autograd.Function):
@@ -79,13 +84,18 @@ class _Pass(torch.autograd.Function):
             num_expected=room.share,
         )
         segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
-        buffers = room.buffers(width, fc1_width, tokens_TD.dtype, tokens_TD.device)
+        buffers = room.buffers(fc1_width, tokens_TD.dtype, tokens_TD.device)
         home_M = None if wire.homes_S is None else buffers.home_M
         row_SPK = torch.empty_like(arrived.expert_SPK)
         scaled_ND = _empty_scaled(weights, room.most, width)
-        rows.spread_rows(
-            **vars(arrived.values),
+        came, needs_fc1 = arrived.values, ctx.needs_input_grad[2]
+        copies = needs_fc1 and not wire.lasts
+        kept_SPD = torch.empty_like(came.rows_SPD) if copies else None
+        rows_ND = rows.spread_rows(
+            **vars(came),
             scaled=scaled_ND,
+            plain=scaled_ND is None,
+            kept_SPD=kept_SPD,
             row_SPK=row_SPK,
             expert_SPK=arrived.expert_SPK,
             place_SPK=arrived.place_SPK,
@@ -93,14 +103,13 @@ class _Pass(torch.autograd.Function):
             segments=segments,
             level=found.level,
             homes_S=wire.homes_S,
-            rows_MD=buffers.rows_MD,
             prob_M=buffers.prob_M,
             home_M=home_M,
         )
         forms = weights.scaled
-        given = scaled_ND or buffers.rows_MD, fc1_LGD if forms is None else forms.fc1_LGD, segments
-        gemm.rows_times_weights(*given, stored=scaled_ND is None, out=buffers.fc1_MG)
-        del scaled_ND
+        given = scaled_ND or rows_ND, fc1_LGD if forms is None else forms.fc1_LGD, segments
+        gemm.rows_times_weights(*given, stored=False, out=buffers.fc1_MG)
+        del rows_ND, scaled_ND, given
         given = buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments
         scaled_NF = _empty_scaled(weights, room.most, fc2_LDF.shape[2])
         hidden_NF = curves.activate(*given, **vars(act), scaled=scaled_NF)
@@ -111,8 +120,11 @@ class _Pass(torch.autograd.Function):
         # Autograd may drop memory of the pass's own, and have it filled again by recompute.
         mine = tuple(vars(buffers).values())
         own, stored = (mine, ()) if room.stack is None else ((), mine)
-        ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *own)
-        given = {"segments": segments, "row_SPK": row_SPK, "stored": stored}
+        tokens = None, None
+        if needs_fc1:
+            tokens = kept_SPD if copies else came.rows_SPD, came.own_TD
+        ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *tokens, *own)
+        given = {"segments": segments, "row_SPK": row_SPK, "stored": stored, "own": came.own}
         ctx.kept = _Kept(wire=wire, room=room, found=found, **given)
         ctx.weights, ctx.activation = weights, act
         return sum_TD
@@ -126,10 +138,10 @@ class _Pass(torch.autograd.Function):
                 "backward must run once per forward pass of packed experts, which overwrites what "
                 "the pass kept, got a second run; leave out retain_graph, or set experts='module'"
             )
-        fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *own = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None
+        fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, tokens_SPD, own_TD, *own = ctx.saved_tensors
+        fc1_MG, prob_M, home_M = own or kept.stored
         wire, segments, row_SPK = kept.wire, kept.segments, kept.row_SPK
-        rows_MD, fc1_MG, prob_M, home_M = own or kept.stored
         weights, forms, num_rows = ctx.weights, ctx.weights.scaled, segments.num_rows
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
         values = wire.push(grad_TD.contiguous())
@@ -162,7 +174,9 @@ class _Pass(torch.autograd.Function):
         if needs_fc1_bias:
             grad_fc1_bias = grouped.sum_rows(grad_fc1_MG, None, segments, stored=True)
         if needs_fc1:
-            grad_fc1 = _weight_gradient(grad_fc1_MG, rows_MD, segments, True, weights.fc1_sums)
+            given = {"own_TD": own_TD, "own": kept.own}
+            rows_ND = rows.spread_rows(tokens_SPD, row_SPK, segments, **given)
+            grad_fc1 = _weight_gradient(grad_fc1_MG, rows_ND, segments, True, weights.fc1_sums)
         if kept.room.top is not None:  # That was the last use of the rows.
             layout.release(kept.room.top, kept.found)
         kept.room.close()

@@ -143,15 +143,13 @@ class _ToCells(torch.autograd.Function):
     def forward(ctx: Any, rows_SPD, prob_SPK, arrived, cells, level):
         from padded_dispatch.kernels import rows
 
-        rows_ND = rows_SPD.new_empty(cells.num_rows, rows_SPD.shape[2])
         probs_N = prob_SPK.new_empty(cells.num_rows)
         expert_SPK = arrived.expert_SPK.contiguous()
         row_SPK = torch.empty_like(expert_SPK)
-        rows.spread_rows(
+        rows_ND = rows.spread_rows(
             rows_SPD.contiguous(),
             row_SPK,
             cells,
-            rows_MD=rows_ND,
             expert_SPK=expert_SPK,
             place_SPK=arrived.place_SPK.contiguous(),
             prob_SPK=prob_SPK.contiguous(),

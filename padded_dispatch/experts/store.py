@@ -38,36 +38,33 @@ from padded_dispatch.utils.phases import is_capturing
 
 @dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """Rows that backward needs. Row n of each belongs together.
+    """The needs of backward of each row. Row n of each belongs together.
 
     Attributes:
-        rows_MD: what fc1 reads.
-        fc1_MG: its result; backward overwrites it with its gradient.
+        fc1_MG: fc1's result; backward overwrites it with its gradient.
         prob_M: fp32.
         home_M: int64, where each row goes home, an address; not read where sums go home.
     """
 
-    rows_MD: Tensor
     fc1_MG: Tensor
     prob_M: Tensor
     home_M: Tensor
 
     @classmethod
     def empty(
-        cls, num_rows: int, width: int, fc1_width: int, dtype: torch.dtype, device: torch.device
+        cls, num_rows: int, fc1_width: int, dtype: torch.dtype, device: torch.device
     ) -> "Buffers":
         """Return unspecified memory for `num_rows` rows."""
         return cls(
-            rows_MD=torch.empty(num_rows, width, dtype=dtype, device=device),
             fc1_MG=torch.empty(num_rows, fc1_width, dtype=dtype, device=device),
             prob_M=torch.empty(num_rows, dtype=torch.float32, device=device),
             home_M=torch.empty(num_rows, dtype=torch.int64, device=device),
         )
 
     @staticmethod
-    def num_bytes(num_rows: int, width: int, fc1_width: int, element_size: int) -> int:
+    def num_bytes(num_rows: int, fc1_width: int, element_size: int) -> int:
         """Return the bytes of `empty`."""
-        return num_rows * ((width + fc1_width) * element_size + 12)
+        return num_rows * (fc1_width * element_size + 12)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,7 +83,7 @@ class _Stack:
         top: see `Room.top`.
         captured: whether a CUDA graph uses it.
         entries: marks of passes, those of the last calls last.
-        buffers: memory of rows of some widths and dtype.
+        buffers: memory of rows of some width and dtype.
         num_tokens: T of the pass that uses it.
         rooms: those of all its calls.
     """
@@ -97,7 +94,7 @@ class _Stack:
     rooms: "tuple[Room, ...]" = ()
     captured: bool = False
     entries: list[weakref.ref[Entry]] = field(default_factory=list)
-    buffers: dict[tuple[int, int, torch.dtype], Buffers] = field(default_factory=dict)
+    buffers: dict[tuple[int, torch.dtype], Buffers] = field(default_factory=dict)
 
     @property
     def last(self) -> int:
@@ -129,13 +126,11 @@ class Room:
     stack: _Stack | None = None
     entry: Entry | None = field(default=None, repr=False)
 
-    def buffers(
-        self, width: int, fc1_width: int, dtype: torch.dtype, device: torch.device
-    ) -> Buffers:
-        """Return the memory of the rows; of a stack, new at the first call with such widths."""
+    def buffers(self, fc1_width: int, dtype: torch.dtype, device: torch.device) -> Buffers:
+        """Return the memory of the rows; of a stack, new at the first call with such a width."""
         if self.stack is None:
-            return Buffers.empty(self.limit, width, fc1_width, dtype, device)
-        key, known = (width, fc1_width, dtype), self.stack.buffers
+            return Buffers.empty(self.limit, fc1_width, dtype, device)
+        key, known = (fc1_width, dtype), self.stack.buffers
         if key not in known:
             known[key] = Buffers.empty(self.stack.num_rows, *key, device)
         return known[key]

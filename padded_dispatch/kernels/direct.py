@@ -36,8 +36,9 @@ def push(
     Args:
         values_TD: contiguous.
         expert_TK: contiguous int32, the experts of each token, -1 for none.
-        rows_R: addresses of [S, P, D] on every rank, in the values' dtype. Token t is written to
-            [rank, t] on other ranks that have one of its experts.
+        rows_R: addresses of [S - 1, P, D] on every rank, in the values' dtype, for the tokens of
+            all others in order. Token t is written to slot t of this rank on other ranks that have
+            one of its experts.
         plan_R: addresses of the plans on every rank, int32 [3, S, P, K] and [S, L] behind it. This
             rank's part is written on all ranks, itself included: local experts, places, the bits of
             the probabilities, and the counts of the rank's experts. In slots without a token no
@@ -48,7 +49,7 @@ def push(
         beside: place_TK (contiguous int32), prob_TK (contiguous fp32) and kept_E (contiguous
             int32); None sends rows only.
 
-    Example: on rank 1 of 2 with L = 2 and P = 2, `expert_TK = [[0, 3]]` sends the token to [1, 0]
+    Example: on rank 1 of 2 with L = 2 and P = 2, `expert_TK = [[0, 3]]` sends the token to [0, 0]
     on rank 0. The plan has the experts `[[0, 3], [-1, -1]]` there and `[[-2, 1], [-3, -3]]` here.
     """
     num_tokens, top_k = expert_TK.shape
@@ -137,7 +138,8 @@ def _push_kernel(
                 peer = (turn + i) % num_ranks
                 goes = tl.max((owner == peer).to(tl.int32), 0) * (peer != rank).to(tl.int32)
                 rows = tl.load(rows_at + peer).to(tl.pointer_type(values.dtype.element_ty))
-                target = tl.multiple_of(rows, 16) + (rank * num_slots + t) * width + column
+                place = (rank - (rank > peer).to(tl.int32)) * num_slots + t
+                target = tl.multiple_of(rows, 16) + place * width + column
                 tl.store(target, row, mask=column < goes * width)
             t += (tl.num_programs(0) - senders) // parts
 

@@ -357,13 +357,13 @@ def weight_gradients(
 
     Args:
         grad: contiguous bf16 or fp16, as wide as O, a multiple of 8.
-        rows: contiguous, same dtype, as wide as I, a multiple of 8.
+        rows: loose, contiguous, same dtype, as wide as I, a multiple of 8.
         segments: where the rows of each expert lie; without tiles.
         sums_LOI: contiguous, in fp32 or the dtype of the rows; None makes a result in the latter.
             Either is rounded once.
         zeroed: int32 [2], required with sums: unless the first is 0, products are stored, whatever
             the sums hold, and it becomes 0; the second is scratch.
-        stored: whether `grad` and `rows` are stored, or loose.
+        stored: whether `grad` is stored, or loose.
 
     Returns:
         The sums or the result, [L, O, I].
@@ -456,7 +456,8 @@ def _weight_gradients_kernel(
             tl.store(zeroed if ADDS else zeroed + 1, 0 if ADDS else are_zeros)
         num_steps = tl.where((are_zeros != 0) == ADDS, 0, num_steps)
 
-    first = 0 if STORED else tl.load(offsets)
+    base = tl.load(offsets)
+    first = 0 if STORED else base
     # One loop over all of them, so that the next tile is read while one is stored. Triton does not
     # make it of two loops whose inner one has another length for each expert.
     half: tl.constexpr = COLUMNS // 2
@@ -476,7 +477,7 @@ def _weight_gradients_kernel(
             num_blocks = tl.maximum(tl.cdiv(end - start, INNER), 1)
         n = start + block * INNER
         g = grad.load(_place(n - first, end - first, down))
-        x = rows.load(_place(n - first, end - first, across))
+        x = rows.load(_place(n - base, end - base, across))
         product = tl.dot(g.reshape(INNER, ROWS).T, x.reshape(INNER, COLUMNS), product)
         if block == num_blocks - 1:
             # In parts, see above; and the registers cannot hold a whole tile of sums, too.

@@ -27,40 +27,44 @@ def spread_rows(
     segments: Segments,
     *,
     own_TD: Tensor | None = None,
-    own: int = -1,
+    own: int | None = None,
     homes_S: Tensor | None = None,
-    rows_MD: Tensor | None = None,
     scaled: Scaled | None = None,
+    plain: bool = True,
+    kept_SPD: Tensor | None = None,
     expert_SPK: Tensor | None = None,
     place_SPK: Tensor | None = None,
     prob_SPK: Tensor | None = None,
     level: Tensor | None = None,
     prob_M: Tensor | None = None,
     home_M: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | None:
     """Write a row of every token into all its rows: loose [N, D].
 
     Values are those of `exchange.Values`, and `row_SPK`, int32, has the row of each choice.
     `homes_S`, int64, has the addresses of [P * K, D] at each source; None if no rows go home.
 
-    With `scaled`, loose, each token is quantized as well, into all its rows there.
+    With `scaled`, loose, each token is quantized as well, into all its rows there; `plain` says
+    whether it is written as it is, too.
 
-    With `rows_MD` and all other keywords the rows are stored, and found first: `row_SPK` is
-    written, and beside each row its probability and where it goes home. Choices are those of
-    `exchange.Arrived`, what is written those of `experts.store.Buffers`, with `home_M` None as
-    `homes_S`; places from `level`, int32 [1], on have no room. All are contiguous.
+    With all other keywords rows are found first: `row_SPK` is written, and stored beside each row
+    its probability and where it goes home. Choices are those of `exchange.Arrived`, what is stored
+    those of `experts.store.Buffers`, with `home_M` None as `homes_S`; places from `level`, int32
+    [1], on have no room. `kept_SPD`, which may be left out, takes those of `rows_SPD` that have
+    rows. All are contiguous.
 
     Examples: rows a and b, `row = [[[6, 5]], [[-1, 7]]]` and offsets that begin at 5 give `[a, a,
     b]`. S = 1, L = 2, offsets `[5, 6, 8]`, level 1, tokens a, b, c with experts `[[0, 1], [1, 7],
-    [1, -1]]` and places `[[0, 0], [1, 0], [2, 0]]`: rows `[[5, 6], [-2, -1], [-2, -1]]`; a is
-    written to rows 5 and 6, and zeros go home for b and c.
+    [1, -1]]` and places `[[0, 0], [1, 0], [2, 0]]`: rows `[[5, 6], [-2, -1], [-2, -1]]`, which are
+    `[a, a]`, and zeros go home for b and c.
     """
-    num_sources, num_slots, width = rows_SPD.shape
-    top_k, (block, warps) = row_SPK.shape[2], _columns(width)
+    num_sources, num_slots, top_k = row_SPK.shape
+    width = rows_SPD.shape[2]
+    block, warps = _columns(width)
     if scaled is not None:  # A program quantizes a whole row.
         block, warps = whole_row(width)
     parts = triton.cdiv(width, block)
-    out = rows_SPD.new_empty(segments.num_rows, width) if rows_MD is None else rows_MD
+    out = rows_SPD.new_empty(segments.num_rows, width) if plain else None
     _spread_kernel[(num_sources * num_slots * parts,)](
         rows_SPD,
         own_TD,
@@ -73,9 +77,10 @@ def spread_rows(
         homes_S,
         out,
         *((None, None) if scaled is None else (scaled.values, scaled.scales)),
+        kept_SPD,
         prob_M,
         home_M,
-        own,
+        num_sources if own is None else own,
         num_sources,
         num_slots,
         segments.num_experts,
@@ -103,6 +108,7 @@ def _spread_kernel(
     out,
     quantized_out,
     scale_out,
+    kept,
     prob_out,
     home_out,
     own,
@@ -125,7 +131,6 @@ def _spread_kernel(
     home = 0
     if homes is not None:
         home = tl.load(homes + source) + slot * K * row_bytes
-    shift = 0
     if expert_of is not None:
         expert = tl.load(expert_of + token * K + k, mask=listed, other=-1)
         place = tl.load(place_of + token * K + k, mask=listed, other=0)
@@ -140,23 +145,26 @@ def _spread_kernel(
             tl.store(home_out + row, home + k * row_bytes, mask=first & (row >= 0))
     else:
         row = tl.load(row_of + token * K + k, mask=listed, other=-1)
-        shift = tl.load(offsets)
+    base = tl.load(offsets)
     wanted = column < tl.where(tl.max(row, 0) >= 0, width, 0)
-    at = rows + token * width
+    other = token - tl.where(source > own, num_slots, 0)
+    at = rows + other * width
     if own_rows is not None:
         at = tl.where(source == own, own_rows + slot * width, at)
     value = tl.load(at + column, mask=wanted, other=0)
-    base = 0
+    if kept is not None:
+        there = wanted & (column < tl.where(source == own, 0, width))
+        tl.store(kept + other * width + column, value, mask=there)
     if quantized_out is not None:
-        base = tl.load(offsets)
         scale, inverse = scale_of(tl.max(magnitude(value), 0))
         quantized = (value.to(tl.float32) * inverse).to(quantized_out.dtype.element_ty)
     for n in tl.static_range(K):
         to = tl.max(tl.where(k == n, row, -3), 0)
         there = column < tl.where(to >= 0, width, 0)
-        tl.store(out + (to - shift).to(tl.int64) * width + column, value, mask=there)
+        place = (to - base).to(tl.int64)
+        if out is not None:
+            tl.store(out + place * width + column, value, mask=there)
         if quantized_out is not None:
-            place = (to - base).to(tl.int64)
             tl.store(quantized_out + place * width + column, quantized, mask=there)
             tl.store(scale_out + place, scale, mask=to >= 0)
         if homes is not None:

@@ -259,13 +259,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         cells = config.num_local_experts * config.num_sources * num_tokens
         num_rows = config.rows(num_tokens) if self.packed else cells
         ratio = num_rows / config.share(num_tokens)
-        size = num_rows * tokens_TD.shape[1] * tokens_TD.element_size() / 2**30
         if ratio > 1:
             log_once(
                 "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and "
                 f"keeps room for {num_rows} rows in each layer, {ratio:.1f} times as many as in "
-                f"perfect balance: {size:.2f} GiB before fc1. To pay less, set "
-                "moe_expert_capacity_factor, 1.25 for a start.",
+                "perfect balance. To pay less, set moe_expert_capacity_factor, 1.5 for a start.",
                 logging.WARNING,
             )
 
@@ -317,11 +315,16 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         )
         says = self._logs and self.configs.in_training and not config.fits
         if says and self._chunk is not None and self.store:
-            rows, widths = self.store.num_rows(len(tokens_TD)), self.experts.linear_fc1.weight.shape
-            size = Buffers.num_bytes(rows, widths[2], widths[1], tokens_TD.element_size()) / 2**30
+            num_tokens, num_calls = len(tokens_TD), self._chunk.num_calls
+            rows, itemsize = self.store.num_rows(num_tokens), tokens_TD.element_size()
+            width = self.experts.linear_fc1.weight.shape[1]
+            size = Buffers.num_bytes(rows, width, itemsize) / 2**30
+            kept = self.exchange.kept_tokens(num_tokens, config.wire_slots(num_tokens))
+            tokens = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30
             log_once(
-                f"padded dispatch: {self._chunk.num_calls} layers at {len(tokens_TD)} tokens per "
-                f"rank share a store of {rows} rows, {size:.2f} GiB for each micro-batch in flight"
+                f"padded dispatch: {num_calls} layers at {num_tokens} tokens per rank share a "
+                f"store of {rows} rows, {size:.2f} GiB for each micro-batch in flight, and keep "
+                f"{tokens:.2f} GiB of tokens that arrived"
             )
 
     def dispatch_postprocess(

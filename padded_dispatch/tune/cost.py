@@ -48,8 +48,9 @@ class LayerSizes:
 def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> int:
     """Return the bytes that packed experts of all layers keep for backward of a micro-batch.
 
-    Of each row, its input of fc1 (D), fc1's result (2F), a probability and a home; of each choice
-    of each source its row. Recomputation, which would keep less, is not considered.
+    Of each row, fc1's result (2F), a probability and a home; of each choice of each source its row;
+    the tokens that arrived (D), as direct stores keep them with up to 8 ranks that each have whole
+    experts, else as collectives do. Recomputation, which would keep less, is not considered.
 
     Args:
         config: with the factor.
@@ -57,12 +58,17 @@ def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> in
         sizes: of the layer.
 
     Example: T = 4,096, K = 8, E = 128, R = 8, D = 2,048, F = 768 in bf16 at factor 1.25: 40,960
-    rows of 7,180 bytes and 262,144 choices of 4, 295.1 MB for each layer.
+    rows of 3,084 bytes, 262,144 choices of 4 and 28,672 tokens of 4,096, 244.8 MB for each layer.
     """
-    width = sizes.hidden_size + 2 * sizes.ffn_size / config.etp_size
+    width = 2 * sizes.ffn_size / config.etp_size
     rows = config.rows(num_tokens) * (width * _ELEMENT_BYTES + _BESIDE_BYTES)
     choices = 4 * config.num_sources * num_tokens * config.top_k
-    return sizes.num_layers * (round(rows) + choices)
+    if config.etp_size == 1 and config.num_sources <= 8:
+        tokens = (config.num_sources - 1) * num_tokens
+    else:
+        tokens = config.num_sources * config.wire_slots(num_tokens)
+    kept = round(rows) + choices + tokens * sizes.hidden_size * _ELEMENT_BYTES
+    return sizes.num_layers * kept
 
 
 def balanced_drop(*, num_tokens: int, top_k: int, num_experts: int, capacity: int) -> float:

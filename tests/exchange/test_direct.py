@@ -119,7 +119,7 @@ def _memories() -> list[list[int]]:
     group, found = dist.group.WORLD, []
     for shape in (_shape(256), _shape(100), _shape(300), _shape(256), _shape(256, top_k=1)):
         buffers = buffers_for(group, shape, torch.device("cpu"))
-        assert buffers.rows_SPD.shape == (2, shape.num_slots, 8)
+        assert buffers.rows_SPD.shape == (1, shape.num_slots, 8)
         assert buffers.home_QD.shape == (shape.num_slots * shape.top_k, 8)
         known = symmetric_memory._groups[group]
         found.append([m.num_bytes for m in (*known.arriving, *known.coming)])
@@ -127,8 +127,9 @@ def _memories() -> list[list[int]]:
 
 
 def test_layers_share_memory_and_a_larger_shape_gets_more():
-    # 256 slots: 2 sources, 8 columns, 3 numbers for each choice, counts; 512 rows, and numbers.
-    arriving, coming = 2 * 256 * (16 + 3 * 8) + 256, 512 * 16 + 512 * 4
+    # 256 slots: 8 columns of the other source, 3 numbers for each choice of both, counts; 512 rows
+    # of 8 columns, and numbers.
+    arriving, coming = 256 * (16 + 2 * 3 * 8) + 256, 512 * 16 + 512 * 4
     grown = [arriving, arriving * 3 // 2 + 128, coming, coming * 3 // 2]
     for found in run_on_threads(2, _memories):
         assert found == [[arriving, coming]] * 2 + [grown] * 3
@@ -144,7 +145,7 @@ def test_buffers_that_do_not_fit_are_refused_on_all_ranks():
     with threads_as_ranks(free_bytes=2**30):
         for message in run_on_threads(2, _does_not_fit):
             assert message.startswith("the buffers of exchange='direct' must fit on every rank")
-            assert "got 32.22 GiB for Shape(num_slots=4194304, " in message
+            assert "got 24.22 GiB for Shape(num_slots=4194304, " in message
             assert "1.00 GiB free; lower the number of tokens per rank, or set" in message
 
 

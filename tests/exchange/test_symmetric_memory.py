@@ -166,7 +166,7 @@ def test_one_line_of_a_job_has_the_size_in_words(monkeypatch, rendezvous, caplog
             for num_slots in (16, 16, 8):  # Layers of one shape, and of a smaller one.
                 shape = symmetric_memory.Shape(num_slots=num_slots, **sizes)
                 symmetric_memory.buffers_for(group, shape, CPU)
-    line = "0.13 GiB on each of 2 ranks, shared by all layers, for 16 tokens"
+    line = "0.09 GiB on each of 2 ranks, shared by all layers, for 16 tokens"
     assert caplog.messages == [f"direct exchange: {line}"]
 
 

@@ -281,7 +281,7 @@ def test_weight_gradients_are_added_in_fp32(counts, base, num_sources, stored):
     grad_nO, rows_nI = draw(num_rows, width_out), draw(num_rows, width_in)
     parts = zip(grad_nO.float().split(counts), rows_nI.float().split(counts), strict=True)
     expected_LOI = torch.stack([grad.T @ rows for grad, rows in parts])
-    given = operand(grad_nO, segments, stored), operand(rows_nI, segments, stored), segments
+    given = operand(grad_nO, segments, stored), operand(rows_nI, segments, False), segments
     how = {"stored": stored}
     zeros = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     for dtype in (DTYPE, torch.float32):
@@ -347,7 +347,7 @@ def test_products_have_the_bits_of_torchs(mean, width_in, width_out, stored):
         out_NO = gemm.rows_times_weights(given, weight, segments, stored=stored)
         equal((real(out_NO, segments, False), expected))
     expected = torch._grouped_mm(grad_nO.T, rows_nI, offs=offsets_L)
-    given = grad, rows, segments
+    given = grad, operand(rows_nI, segments, False), segments
     equal((gemm.weight_gradients(*given, stored=stored), expected))
     sums_LOI = torch.zeros(expected.shape, device="cuda")
     zeroed = torch.zeros(2, dtype=torch.int32, device="cuda")

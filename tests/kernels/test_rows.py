@@ -36,16 +36,15 @@ def segments(offsets: list[int], num_experts: int, num_rows: int) -> Segments:
 
 def test_spread_rows_with_a_plan_example():
     tokens = here(torch.tensor([[1.0], [2.0], [3.0]]))
-    home, rows_MD, prob_M = nan(6, 1), nan(10, 1), nan(10)
+    home, prob_M = nan(6, 1), nan(10)
     home_M = here(torch.full((10,), -7))
     expert_SPK = ints([[[0, 1], [1, 7], [1, -1]]])
     row_SPK = torch.empty_like(expert_SPK)
-    rows.spread_rows(
+    out = rows.spread_rows(
         tokens[None],
         row_SPK,
-        segments([5, 6, 8], 2, 4),
+        segments([5, 6, 8], 2, 2),
         homes_S=addresses(home),
-        rows_MD=rows_MD,
         expert_SPK=expert_SPK,
         place_SPK=ints([[[0, 0], [1, 0], [2, 0]]]),
         prob_SPK=here(torch.tensor([[[0.1, 0.2], [0.3, 0.4], [0.5, NAN]]])),
@@ -54,7 +53,7 @@ def test_spread_rows_with_a_plan_example():
         home_M=home_M,
     )
     assert row_SPK.tolist() == [[[5, 6], [-2, -1], [-2, -1]]]
-    same(rows_MD.flatten(), here(torch.tensor([NAN] * 5 + [1, 1] + [NAN] * 3)))
+    assert out is not None and out.flatten().tolist() == [1, 1]
     same(prob_M, here(torch.tensor([NAN] * 5 + [0.1, 0.2] + [NAN] * 3)))
     assert home_M.tolist() == [-7] * 5 + [home.data_ptr(), home.data_ptr() + 4] + [-7] * 3
     same(home.flatten(), here(torch.tensor([NAN, NAN, 0, NAN, 0, NAN])))
@@ -63,12 +62,12 @@ def test_spread_rows_with_a_plan_example():
 def test_spread_rows_example():
     given = here(torch.tensor([[[1.0], [2.0]]]))
     out = rows.spread_rows(given, ints([[[6, 5], [-1, 7]]]), segments([5, 6, 8], 2, 3))
-    assert out.flatten().tolist() == [1, 1, 2]
+    assert out is not None and out.flatten().tolist() == [1, 1, 2]
 
 
 @pytest.mark.parametrize("width", [1, 24, 2048, 2880])
-@pytest.mark.parametrize("own", [-1, 1])
-def test_rows_that_a_plan_finds_beside_loops(width: int, own: int):
+@pytest.mark.parametrize("own", [None, 0, 1, 2])
+def test_rows_that_a_plan_finds_beside_loops(width: int, own: int | None):
     num_sources, num_tokens, top_k, num_experts, base = 3, 5, 3, 4, 11
     generator = torch.Generator().manual_seed(width)
     tokens = torch.randn(num_sources, num_tokens, width, generator=generator).bfloat16()
@@ -87,20 +86,22 @@ def test_rows_that_a_plan_finds_beside_loops(width: int, own: int):
     num_rows = int(kept.sum())
     homes = [nan(num_tokens * top_k, width, dtype=torch.bfloat16) for _ in range(num_sources)]
     prob = torch.rand(expert.shape, generator=generator)
-    rows_MD, prob_M = nan(base + num_rows + 2, width, dtype=torch.bfloat16), nan(base + num_rows)
+    prob_M = nan(base + num_rows)
     home_M = torch.zeros(base + num_rows, dtype=torch.int64, device=DEVICE)
-    received, own_TD = here(tokens.clone()), None
-    if own >= 0:
-        own_TD, received[own] = here(tokens[own].clone()), NAN
+    received, own_TD = here(tokens), None
+    if own is not None:
+        own_TD = received[own].clone()
+        received = torch.cat([received[:own], received[own + 1 :]])
     where = segments(offsets.tolist(), num_experts, num_rows)
     row_SPK = here(torch.empty_like(expert.int()))
     mine = {"own_TD": own_TD, "own": own, "homes_S": addresses(*homes)}
-    rows.spread_rows(
+    kept_SPD = torch.full_like(received, NAN)
+    first_ND = rows.spread_rows(
         received,
         row_SPK,
         where,
         **mine,
-        rows_MD=rows_MD,
+        kept_SPD=kept_SPD,
         expert_SPK=here(expert.int()),
         place_SPK=here(place.int()),
         prob_SPK=here(prob),
@@ -108,7 +109,7 @@ def test_rows_that_a_plan_finds_beside_loops(width: int, own: int):
         prob_M=prob_M,
         home_M=home_M,
     )
-    expected = nan(*rows_MD.shape, dtype=torch.bfloat16)
+    expected = nan(num_rows, width, dtype=torch.bfloat16)
     for s, t, k in torch.cartesian_prod(*map(torch.arange, expert.shape)).tolist():
         e, slot = int(expert[s, t, k]), t * top_k + k
         home_row = homes[s][slot]
@@ -121,8 +122,11 @@ def test_rows_that_a_plan_finds_beside_loops(width: int, own: int):
             assert row_SPK[s, t, k] == row and home_row.isnan().all()
             assert prob_M[row] == prob[s, t, k]
             assert home_M[row] == homes[s].data_ptr() + slot * width * 2
-            expected[row] = here(tokens[s, t])
-    same(rows_MD, expected)
+            expected[row - base] = here(tokens[s, t])
+    same(first_ND, expected)
+    has_rows = (row_SPK >= 0).any(2)
+    others = torch.arange(num_sources, device=DEVICE) != (-1 if own is None else own)
+    same(kept_SPD, torch.where(has_rows[others, :, None], received, NAN))
     for home in homes:
         home.fill_(NAN)
     scaled = Scaled(
@@ -130,11 +134,11 @@ def test_rows_that_a_plan_finds_beside_loops(width: int, own: int):
         scales=nan(num_rows + 1),
         dtype=torch.bfloat16,
     )
-    given = received, row_SPK, where
-    spread_ND = rows.spread_rows(*given, **mine, scaled=scaled)
-    same(rows.spread_rows(*given, **mine), spread_ND)
-    same(spread_ND, expected[base : base + num_rows])
-    quantized = quantize(torch.cat([spread_ND.cpu(), nan(1, width).cpu()]))  # And nothing behind.
+    given = kept_SPD, row_SPK, where
+    assert rows.spread_rows(*given, **mine, scaled=scaled, plain=False) is None
+    same(rows.spread_rows(*given, **mine, scaled=scaled), expected)
+    same(rows.spread_rows(*given, **mine), expected)
+    quantized = quantize(torch.cat([expected.cpu(), nan(1, width).cpu()]))  # And nothing behind.
     same(scaled.scales, here(quantized.scales))
     finite = quantized.scales.isfinite()
     same(scaled.values[finite].float(), here(quantized.values[finite].float()))
@@ -143,7 +147,7 @@ def test_rows_that_a_plan_finds_beside_loops(width: int, own: int):
     for s, home in enumerate(homes):
         same((home == 0).all(1), lost[s])
     # The transposes.
-    back = rows.sum_rows(spread_ND, row_SPK, offsets=where.offsets, wide=True)
+    back = rows.sum_rows(expected, row_SPK, offsets=where.offsets, wide=True)
     times = (row_SPK >= 0).sum(2, keepdim=True)
     same(back, torch.where(times > 0, here(tokens.float()) * times, 0.0))
     taken = rows.take(prob_M, row_SPK)

@@ -103,12 +103,12 @@ def test_a_layer_leaves_room_for_those_that_follow(caplog):
         dispatcher, many = layers[0].token_dispatcher, torch.empty(2**20, 16, device="meta")
         dispatcher._announce(dispatcher.dispatch_config, many)
     said, *warned, later = caplog.messages
-    # A row of fp32: D + 2 F values, its probability and home.
-    size = 3 * (4 * (16 + 2 * 24) + 12) / 2**10
+    # A row of fp32: 2 F values, its probability and home.
+    size = 3 * (4 * 2 * 24 + 12) / 2**10
     assert f"share a store of {3 * 2**20} rows, {size:.2f} GiB" in later and size > 0.1
     assert said == (
         "padded dispatch: 3 layers at 20 tokens per rank share a store of 60 rows, 0.00 GiB for "
-        "each micro-batch in flight"
+        "each micro-batch in flight, and keep 0.00 GiB of tokens that arrived"
     )
     for step, words in enumerate(warned, 1):  # Factor 1: all rows, of three layers.
         assert words.startswith(

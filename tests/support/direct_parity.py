@@ -142,18 +142,19 @@ def forward(exchange: Any, layer: Layer, inputs: Inputs, shard: int = 0) -> Forw
     wire = exchange.start(inputs.plan(), inputs.tokens_TD, layer.slots or layer.tokens)
     arrived: Arrived = wire.open(inputs.tokens_TD, inputs.prob_TK)
     num_local, like = layer.local_experts, inputs.tokens_TD
+    if exchange.kind != "none":
+        kept = exchange.kept_tokens(layer.tokens, layer.slots or layer.tokens)
+        assert kept == arrived.values.rows_SPD[..., 0].numel()
     segments = _segments(layer, arrived)
     num_rows = BASE + segments.num_rows
-    rows_MD = like.new_full((num_rows, layer.width), torch.nan)
     prob_M = like.new_full((num_rows,), torch.nan, dtype=torch.float32)
     home_M = None if wire.homes_S is None else like.new_zeros(num_rows, dtype=torch.int64)
     row_SPK = torch.empty_like(arrived.expert_SPK)
-    rows.spread_rows(
+    rows_ND = rows.spread_rows(
         **vars(arrived.values),
         row_SPK=row_SPK,
         segments=segments,
         homes_S=wire.homes_S,
-        rows_MD=rows_MD,
         expert_SPK=arrived.expert_SPK,
         place_SPK=arrived.place_SPK,
         prob_SPK=arrived.prob_SPK,
@@ -166,8 +167,8 @@ def forward(exchange: Any, layer: Layer, inputs: Inputs, shard: int = 0) -> Forw
     scale_LD = _scale(expert_L, shard)[:, None].expand(-1, layer.width)
     weight_LDD = torch.diag_embed(scale_LD).to(layer.dtype)
     bias_LO = _bias(expert_L, layer.width).to(layer.dtype)
-    given = {"stored": True, "at_M": home_M, "bias_LO": bias_LO, "prob_M": prob_M}
-    product = partial(gemm.rows_times_weights, rows_MD, weight_LDD, segments, **given)
+    given = {"stored": False, "at_M": home_M, "bias_LO": bias_LO, "prob_M": prob_M}
+    product = partial(gemm.rows_times_weights, rows_ND, weight_LDD, segments, **given)
     out_TD, beside_TK = wire.home(product, row_SPK, segments.offsets)
     assert beside_TK is None
     kept = {"wire": wire, "segments": segments, "row_SPK": row_SPK, "home_M": home_M}
