@@ -145,6 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--ep", type=int, default=1, help="GPUs, and ranks that share the experts")
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--micro-batches", type=int, default=4, help="of a step, on each GPU")
     parser.add_argument("--capacity-factor", type=float, default=1.25)
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--text", type=Path, default=Path(torch.__file__).parent)
@@ -166,7 +167,8 @@ def main(argv: list[str] | None = None) -> None:
     launcher = ["timeout", "-k", "10", str(given.limit_s), sys.executable]
     launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.ep)]
     every = (
-        f"{EVERYWHERE} --num-layers {given.layers} --global-batch-size {4 * given.ep} "
+        f"{EVERYWHERE} --num-layers {given.layers} "
+        f"--global-batch-size {given.micro_batches * given.ep} "
         f"--expert-model-parallel-size {given.ep} --train-iters {given.iterations} "
         f"--data-path {folder / 'text'} --data-cache-path {folder / 'cache'} {given.more}"
     )
@@ -188,6 +190,7 @@ def main(argv: list[str] | None = None) -> None:
             "model": f"{model}, {given.layers} layers",
             "ep": given.ep,
             "contender": name,
+            "micro_batches": given.micro_batches,
             "flags": flags,
             "capacity_factor": given.capacity_factor if "factor" in flags else None,
             **row_of(log.read_text(errors="replace")),

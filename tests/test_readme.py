@@ -100,18 +100,23 @@ def test_figures_of_the_readme_are_measured():
     numbers = {ms for of_model in shown.values() for ms in of_model.values()}
     assert numbers <= labels, "run python notebooks/readme_figures.py"
     first_screen = " ".join(README.read_text().split("## Quick start")[0].split())
-    says = {
-        ("qwen3-30b-a3b, 48 layers", 4): "those 48 layers takes {} ms, stock drop-and-pad in the "
-        "same graphs {}",
-        ("qwen3-30b-a3b, 6 layers", 2): "the six layers {}, {}, and dropless {}.",
-    }
-    for key, words in says.items():
-        of_model = shown[key]
-        ours, *stock = (name for name in figures.LOOKS if name in of_model and "," not in name)
-        assert words.format(of_model[ours], *(of_model[name] for name in stock)) in first_screen
-    dropped = {key: statistics.mean(runs[key]["ours"]["dropped"]) for key in figures.SHOWN}
-    share = dropped.pop(("qwen3-30b-a3b, 6 layers", 2))
-    assert f"on two it drops {share * 100:.2f} %" in first_screen and not any(dropped.values())
+    six, twelve, many, gpt_oss = figures.SHOWN
+    cells = [(of[figures.OURS], of[figures.PADDED]) for of in (shown[many], shown[six])]
+    gib = [f"{runs[many][name]['peak_mib'] / 1024:.0f}" for name in (figures.OURS, figures.PADDED)]
+    says = (
+        "those 48 layers takes {} ms and {} GiB, stock drop-and-pad in the same graphs {} and {}; "
+        "one of the six layers {} ms, {}, and dropless {}."
+    )
+    mixed = (number for pair in zip(cells[0], gib, strict=True) for number in pair)
+    assert says.format(*mixed, *cells[1], shown[six][figures.PARTIAL]) in first_screen
+    dropped = {key: statistics.mean(runs[key][figures.OURS]["dropped"]) for key in figures.SHOWN}
+    assert dropped[twelve] == dropped[many] == 0
+    more = figures.real_runs(1.5)[six][figures.OURS]
+    assert not any(more["dropped"])
+    gib = (more["peak_mib"] - runs[six][figures.OURS]["peak_mib"]) / 1024
+    says = f"in six it drops {dropped[six]:.2%} (at 1.5 nothing, for {gib:.1f} GiB more), in six"
+    says += f" of GPT-OSS-20B {dropped[gpt_oss]:.2%}."
+    assert says.replace("%", " %") in first_screen
     assert figures.with_tables(README.read_text()) == README.read_text(), (
         "run python notebooks/readme_figures.py"
     )

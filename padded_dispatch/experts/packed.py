@@ -166,6 +166,7 @@ class _Pass(torch.autograd.Function):
         grad_fc1 = grad_fc2 = None
         if needs_fc2:
             grad_fc2 = _weight_gradient(grad_ND, hidden_NF, segments, False, weights.fc2_sums)
+        del grad_ND, hidden_NF
         fc1_LDG = fc1_LGD.transpose(1, 2) if forms is None else forms.fc1_LDG
         given = scaled_NG or grad_fc1_MG, fc1_LDG, segments
         to = {"at_M": None if wire.homes_S is None else home_M, "stored": scaled_NG is None}
