@@ -106,8 +106,9 @@ class _Pass(torch.autograd.Function):
             prob_M=buffers.prob_M,
             home_M=home_M,
         )
-        forms = weights.scaled
-        given = scaled_ND or rows_ND, fc1_LGD if forms is None else forms.fc1_LGD, segments
+        forms, given = weights.scaled, scaled_ND or rows_ND
+        assert given is not None
+        given = given, fc1_LGD if forms is None else forms.fc1_LGD, segments
         gemm.rows_times_weights(*given, stored=False, out=buffers.fc1_MG)
         del rows_ND, scaled_ND, given
         given = buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments
@@ -148,6 +149,7 @@ class _Pass(torch.autograd.Function):
         given = {"row_SPK": row_SPK, "segments": segments, "homes_S": wire.homes_S}
         scaled_ND = _empty_scaled(weights, num_rows, fc1_LGD.shape[2])
         grad_ND = rows.spread_rows(**vars(values), **given, scaled=scaled_ND)
+        assert grad_ND is not None
         fc2_LFD = fc2_LDF.transpose(1, 2) if forms is None else forms.fc2_LFD
         given = scaled_ND or grad_ND, fc2_LFD, segments
         grad_NF = gemm.rows_times_weights(*given, stored=False)
@@ -177,6 +179,7 @@ class _Pass(torch.autograd.Function):
         if needs_fc1:
             given = {"own_TD": own_TD, "own": kept.own}
             rows_ND = rows.spread_rows(tokens_SPD, row_SPK, segments, **given)
+            assert rows_ND is not None
             grad_fc1 = _weight_gradient(grad_fc1_MG, rows_ND, segments, True, weights.fc1_sums)
         if kept.room.top is not None:  # That was the last use of the rows.
             layout.release(kept.room.top, kept.found)
