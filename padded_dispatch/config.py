@@ -208,3 +208,14 @@ class DispatchConfig:
         require(factor != FIT, "capacity_factor", factor, rule, "set a number or NO_DROP")
         assert factor != "fit"
         return factor
+
+
+def kept_tokens(num_sources: int, num_tokens: int, num_slots: int, *, direct: bool) -> int:
+    """Return how many tokens a pass of T tokens and P slots keeps until backward.
+
+    Direct stores keep those of the other ranks, collectives all that arrived. With one source
+    nothing moves.
+    """
+    if direct:
+        return (num_sources - 1) * max(num_tokens, num_slots)
+    return num_sources * num_slots if num_sources > 1 else 0

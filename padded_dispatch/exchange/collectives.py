@@ -115,10 +115,6 @@ class Collectives:
         num_asked = asks_TR.sum(0, dtype=torch.int32).max()
         return kept.flatten(1), Struck(num_rows=num_rows, num_asked=num_asked)
 
-    def kept_tokens(self, num_tokens: int, num_slots: int) -> int:
-        """Return how many tokens a pass of T tokens and P slots keeps until backward."""
-        return self.num_sources * num_slots if self.num_sources > 1 else 0
-
     def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "CollectiveWire":
         """Begin a pass.
 

@@ -61,10 +61,6 @@ class DirectStores:
         """Return the map as it is: every token has a slot."""
         return map_TE, None
 
-    def kept_tokens(self, num_tokens: int, num_slots: int) -> int:
-        """Return how many tokens of others a pass of T tokens and P slots keeps until backward."""
-        return (self.group.size() - 1) * max(num_tokens, num_slots)
-
     def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "DirectWire":
         """Begin a pass; the first one with a shape is a collective call.
 

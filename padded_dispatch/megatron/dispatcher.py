@@ -31,7 +31,7 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig, require
+from padded_dispatch.config import NO_DROP, DispatchConfig, kept_tokens, require
 from padded_dispatch.counters import Counters
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Wire, choose
@@ -259,11 +259,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         cells = config.num_local_experts * config.num_sources * num_tokens
         num_rows = config.rows(num_tokens) if self.packed else cells
         ratio = num_rows / config.share(num_tokens)
+        size = num_rows * tokens_TD.shape[1] * tokens_TD.element_size() / 2**30
         if ratio > 1:
             log_once(
                 "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and "
                 f"keeps room for {num_rows} rows in each layer, {ratio:.1f} times as many as in "
-                "perfect balance. To pay less, set moe_expert_capacity_factor, 1.5 for a start.",
+                f"perfect balance: {size:.2f} GiB before fc1. To pay less, set "
+                "moe_expert_capacity_factor, 1.5 for a start.",
                 logging.WARNING,
             )
 
@@ -319,7 +321,8 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             rows, itemsize = self.store.num_rows(num_tokens), tokens_TD.element_size()
             width = self.experts.linear_fc1.weight.shape[1]
             size = Buffers.num_bytes(rows, width, itemsize) / 2**30
-            kept = self.exchange.kept_tokens(num_tokens, config.wire_slots(num_tokens))
+            sizes = config.num_sources, num_tokens, config.wire_slots(num_tokens)
+            kept = kept_tokens(*sizes, direct=self.exchange.kind == "direct")
             tokens = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30
             log_once(
                 f"padded dispatch: {num_calls} layers at {num_tokens} tokens per rank share a "

@@ -95,8 +95,7 @@ def overflow_words(snapshots: Snapshots, shape: "LayerShape") -> str:
     return (
         f"{shares_Y[worst]:.2%} of the rows of layer {training.layers_Y[worst]} found no room "
         f"{when} ({of_all}); moe_expert_capacity_factor={factor:g}{more} would have held all "
-        "layers: "
-        f"set it, {pool}on_overflow='retry'"
+        f"layers: set it, {pool}on_overflow='retry'"
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.config import DispatchConfig, kept_tokens, require
 
 _ELEMENT_BYTES = 2  # bf16
 _BESIDE_BYTES = 12  # of a row: its probability and its home
@@ -63,10 +63,8 @@ def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> in
     width = 2 * sizes.ffn_size / config.etp_size
     rows = config.rows(num_tokens) * (width * _ELEMENT_BYTES + _BESIDE_BYTES)
     choices = 4 * config.num_sources * num_tokens * config.top_k
-    if config.etp_size == 1 and config.num_sources <= 8:
-        tokens = (config.num_sources - 1) * num_tokens
-    else:
-        tokens = config.num_sources * config.wire_slots(num_tokens)
+    direct, slots = config.etp_size == 1 and config.num_sources <= 8, config.wire_slots(num_tokens)
+    tokens = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)
     kept = round(rows) + choices + tokens * sizes.hidden_size * _ELEMENT_BYTES
     return sizes.num_layers * kept
 

@@ -115,8 +115,12 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
             for length in (9, 9, 10):
                 moe(torch.randn(length, 2, tiny.HIDDEN))
         tiny.padded_layer(moe_expert_capacity_factor=2.0)(torch.randn(9, 2, tiny.HIDDEN))
-    for message, num_rows in zip(caplog.messages, (72, 80), strict=True):
+        made = tiny.padded_layer().token_dispatcher
+        made._warn_of_rows(made.dispatch_config, torch.empty(2**20, 2**9, device="meta"))
+    said = (72, "0.00"), (80, "0.00"), (2**22, "8.00")
+    for message, (num_rows, gib) in zip(caplog.messages, said, strict=True):
         assert f"room for {num_rows} rows in each layer, 2.0 times as many as in" in message
+        assert f": {gib} GiB before fc1" in message
         assert "set moe_expert_capacity_factor" in message
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from padded_dispatch.config import kept_tokens
 from padded_dispatch.exchange import Arrived, Values, symmetric_memory
 from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.kernels import Segments, gemm, rows
@@ -143,7 +144,8 @@ def forward(exchange: Any, layer: Layer, inputs: Inputs, shard: int = 0) -> Forw
     arrived: Arrived = wire.open(inputs.tokens_TD, inputs.prob_TK)
     num_local, like = layer.local_experts, inputs.tokens_TD
     if exchange.kind != "none":
-        kept = exchange.kept_tokens(layer.tokens, layer.slots or layer.tokens)
+        sizes = len(arrived.expert_SPK), layer.tokens, layer.slots or layer.tokens
+        kept = kept_tokens(*sizes, direct=exchange.kind == "direct")
         assert kept == arrived.values.rows_SPD[..., 0].numel()
     segments = _segments(layer, arrived)
     num_rows = BASE + segments.num_rows
