@@ -38,6 +38,7 @@ CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
 
 # The capacity factor that drops nothing: there is room for every routing.
 NO_DROP = math.inf
+_OF_STORE = 1.25  # Beyond it rows are computed again: 1 % of a fresh router's.
 
 # The factor of eager passes that drop nothing, whose sizes follow from their routing.
 FIT: Final = "fit"
@@ -78,9 +79,9 @@ class DispatchConfig:
     Args:
         num_experts: experts in all (E), a multiple of `num_ranks`.
         top_k: the most experts that a token can have (K).
-        capacity_factor: room relative to perfect balance. `NO_DROP` has room for every routing,
-            and cells of C = T. `FIT` drops nothing, in eager passes only: their sizes follow from
-            the routing.
+        capacity_factor: room relative to perfect balance. `NO_DROP` drops nothing: cells have C =
+            T, a store the factor 1.25, and a pass has room for every routing. `FIT` drops nothing,
+            in eager passes only: their sizes follow from the routing.
         alignment: every expert's padded cells (S * C rows) are a multiple of this; some recipes
             need it.
         capacity_pool: which rows share room. "store": all rows of all layers. "expert": those of
@@ -175,7 +176,17 @@ class DispatchConfig:
 
     def most_rows(self, num_tokens: int) -> int:
         """Return the most rows of one rank's experts in a pass, over all routings."""
-        return self.num_sources * num_tokens * min(self.top_k, self.num_local_experts)
+        most = self.num_sources * num_tokens * min(self.top_k, self.num_local_experts)
+        if self.capacity_pool == "store" or self.fits:
+            return most
+        return min(most, self.num_sources * self.num_local_experts * self.capacity(num_tokens))
+
+    def pass_rows(self, num_tokens: int, num_rows: int) -> int:
+        """Return the rows that a pass has room for, whose store has M = `num_rows` (N)."""
+        most = self.most_rows(num_tokens)
+        if self.capacity_factor == NO_DROP:
+            return most
+        return min(most, max(num_rows, 5 * self.share(num_tokens)))
 
     def rows(self, num_tokens: int) -> int:
         """Return the rows for which one rank has room, of a pass.
@@ -187,8 +198,9 @@ class DispatchConfig:
         require_tokens(num_tokens)
         most, factor = self.most_rows(num_tokens), self._factor
         if self.capacity_pool == "expert":
-            cells = self.num_local_experts * self.num_sources
-            return min(cells * self.capacity(num_tokens), most)
+            return most
+        if factor == NO_DROP:
+            factor = _OF_STORE
         return math.ceil(min(self.share(num_tokens) * factor, most))
 
     def wire_slots(self, num_tokens: int) -> int:

@@ -76,6 +76,7 @@ class Counters:
         num_unplaced: rows of a token beyond K, which have no place in the plan. Must be zero.
         idle_passes: passes in which this rank's experts received no row.
         struck: rows that found no slot on the wire.
+        num_again: rows past a store, which backward computes again.
         max_need: the largest need of one pass since it was last zeroed; the only number that is no
             sum. Cells: demand for one expert. A store: rows that would have held all, of this pass
             and of what shares the store with it; where rows were struck, at least.
@@ -93,6 +94,7 @@ class Counters:
     num_unplaced: Tensor
     idle_passes: Tensor
     struck: Tensor
+    num_again: Tensor
 
     def __init__(
         self, config: DispatchConfig, device: torch.device | str | int, *, rank: int = 0
@@ -109,7 +111,8 @@ class Counters:
             setattr(self, name, count)
         self.of_receiver = {"idle": self.idle_passes}
         if not self._of_cells:
-            self.of_receiver |= {"kept_L": self.kept_L, "max_need": self.max_need}
+            of_store = {"kept_L": self.kept_L, "num_again": self.num_again}
+            self.of_receiver |= of_store | {"max_need": self.max_need}
 
     @torch.no_grad()
     def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
@@ -220,6 +223,7 @@ class Snapshot:
     num_slots_Y: Ints
     num_unplaced_Y: Ints
     struck_Y: Ints
+    num_again_Y: Ints
     max_need_Y: Ints
     idle_passes_YR: Ints
 
@@ -230,7 +234,7 @@ class Snapshot:
 
     @property
     def needed_factor(self) -> Floats:
-        """Capacity factor with which no row would have been dropped, or more if rows were struck.
+        """Capacity factor with which all rows would have had room, or more if rows were struck.
 
         Capacities of cells are whole numbers of rows, so up to one row less per cell would be
         enough. If T changes from pass to pass, their factor is for the mean T.
@@ -273,6 +277,9 @@ class Snapshot:
         needed_factor: as the property.
         idle_passes, struck, unplaced: counts, see `Counters`.
 
+        Of a store also:
+        again: rows past it, which backward computes again, over rows asked for.
+
         Of cells also:
         dropped_mass: dropped probability over probability asked for.
         lost_tokens: a count, see `Counters`.
@@ -296,6 +303,8 @@ class Snapshot:
                 "lost_tokens": self.lost_tokens_Y,
                 "fill": _ratio(self.kept_YE.sum(1), self.num_slots_Y),
             }
+        else:
+            columns["again"] = _ratio(self.num_again_Y, self.demand_YE.sum(1))
         return {name: np.nan_to_num(column).tolist() for name, column in columns.items()}
 
 

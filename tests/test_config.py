@@ -1,5 +1,6 @@
 """Capacity: Megatron's formula digit for digit, clamped and aligned."""
 
+import dataclasses
 import math
 
 import pytest
@@ -123,7 +124,7 @@ POOLS = pytest.mark.parametrize("capacity_pool", CAPACITY_POOLS)
         ({"capacity_factor": 3.9}, {"store": 780, "expert": 784}, 100),
         # C = T from here on.
         ({"capacity_factor": 4.0}, {"store": 800, "expert": 800}, 100),
-        ({"capacity_factor": NO_DROP}, {"store": 800, "expert": 800}, 100),
+        ({"capacity_factor": NO_DROP}, {"store": 250, "expert": 800}, 100),
         ({"capacity_factor": 1e308}, {"store": 800, "expert": 800}, 100),
         ({"etp_size": 3}, {"store": 750, "expert": 768}, 64),
         ({"num_experts": 4}, {"store": 250, "expert": 252}, 63),  # One expert a rank.
@@ -137,6 +138,18 @@ def test_rows_by_hand(capacity_pool, changes, rows, slots):
     assert config.share(100) == 200 * config.etp_size
     assert config.rows(100) == rows[capacity_pool]
     assert config.wire_slots(100) == slots
+
+
+def test_rows_of_a_pass_are_five_shares_the_store_or_all():
+    config = DispatchConfig(**{**GOOD, "num_ranks": 8, "num_experts": 8}, capacity_pool="store")
+    assert config.most_rows(100) == 8 * 100
+    found = [config.pass_rows(100, num_rows) for num_rows in (1, 1100, 9999)]
+    never = dataclasses.replace(config, capacity_factor=NO_DROP)
+    assert [*found, never.pass_rows(100, 1)] == [800, 800, 800, 800]
+    wide = dataclasses.replace(config, num_ranks=16, num_experts=32)
+    found = [wide.pass_rows(100, num_rows) for num_rows in (1, 1100, 9999)]
+    never = dataclasses.replace(wide, capacity_factor=NO_DROP)
+    assert [*found, never.pass_rows(100, 1)] == [1000, 1100, 3200, 3200]
 
 
 @POOLS
@@ -160,7 +173,8 @@ def test_rooms_are_at_most_those_of_every_routing(
         capacity_pool=capacity_pool,
     )
     rows, most = config.rows(num_tokens), config.most_rows(num_tokens)
-    assert most == num_ranks * etp_size * num_tokens * min(top_k, num_experts)
+    every = num_ranks * etp_size * num_tokens * min(top_k, num_experts)
+    assert most == (rows if capacity_pool == "expert" else every) <= every
     assert 1 <= rows <= most
     assert 1 <= config.wire_slots(num_tokens) <= num_tokens
     if config.capacity(num_tokens) == num_tokens and capacity_pool == "expert":

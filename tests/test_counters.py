@@ -44,8 +44,9 @@ def test_a_store_is_counted_where_its_rows_are_kept():
     selection = select(asked_TE, probs_TE, capacity=3)
     counters.observe(asked_TE, probs_TE, selection)
     count_SL = torch.tensor([[4, 0], [2, 1]], dtype=torch.int32)
-    for later in (13, 8):  # 7 rows need 20, then 15; room for 5 holds two of each expert.
-        room = Room(limit=5, most=9, share=7, later=later)
+    top = torch.zeros(2, dtype=torch.int32)
+    for first in (True, False):  # 7 rows need 7, then 14; at most 5 are two of each expert.
+        room = Room(limit=2, most=5, share=7, top=top, first=first)
         store_offsets(count_SL, room, **counters.of_receiver)
     assert counters.demand_E.tolist() == [2, 0, 0, 2, 2, 0]
     assert counters.kept_E.tolist() == [0, 0, 8, 2, 0, 0]
@@ -53,11 +54,13 @@ def test_a_store_is_counted_where_its_rows_are_kept():
     assert (counters.asked_mass.item(), counters.dropped_mass.item()) == (6 * 2**31, 0)
     assert (counters.num_tokens.item(), counters.lost_tokens.item()) == (3, 0)
     assert (counters.num_positions.item(), counters.num_slots.item()) == (3, 0)
-    assert (counters.max_need.item(), counters.idle_passes.item()) == (20, 0)
+    assert (counters.max_need.item(), counters.idle_passes.item()) == (14, 0)
+    assert counters.num_again.item() == 3 + 5
 
 
 @pytest.mark.parametrize(
-    ("capacity_pool", "names"), [("store", {"idle", "kept_L", "max_need"}), ("expert", {"idle"})]
+    ("capacity_pool", "names"),
+    [("store", {"idle", "kept_L", "num_again", "max_need"}), ("expert", {"idle"})],
 )
 def test_a_layout_counts_what_the_sources_do_not(capacity_pool, names):
     config = DispatchConfig(num_experts=4, top_k=1, num_ranks=2, capacity_pool=capacity_pool)
@@ -102,6 +105,7 @@ def snapshot() -> Snapshot:
         counters.observe(asked_TE, probs_TE, selection)
     counters.num_unplaced += 7
     counters.struck += torch.tensor([3], dtype=torch.int32).sum()
+    counters.num_again += 5
     totals_W = counters.totals.numpy()
     idle_passes_YR = np.array([[0, 2], [0, 0]])
     totals_YW = np.stack([totals_W, np.zeros_like(totals_W)])
@@ -168,5 +172,6 @@ def test_figures_of_a_store():
     assert of_store.needed_factor.tolist() == [5 / 4, 0]
     figures = of_store.figures()
     assert figures["needed_factor"] == 5 / 4
-    known = snapshot().figures().keys() - {"dropped_mass", "lost_tokens", "fill"}
+    known = snapshot().figures().keys() - {"dropped_mass", "lost_tokens", "fill"} | {"again"}
+    assert figures["again"] == 5 / 20
     assert figures.keys() == known == of_store.figures_of_layers().keys() - {"layer"}

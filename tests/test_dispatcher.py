@@ -148,8 +148,8 @@ def test_a_pass_that_broke_off_leaves_no_rows():
 
 
 def test_the_factor_may_change_between_passes():
-    config = config_of("store", capacity_factor=NO_DROP)
-    case = make_case(config, ["full"])
+    config = config_of("expert", capacity_factor=NO_DROP)
+    case = make_case(config, ["hot"])
     dispatcher, rank = PaddedDispatcher(config), OneRank(case)
 
     def out() -> Tensor:
@@ -157,9 +157,9 @@ def test_the_factor_may_change_between_passes():
         return dispatcher.run(*given, rank.weights_Y[0], case.activation)
 
     whole = out()
-    dispatcher.config = config_of("store", capacity_factor=0.5)
+    dispatcher.config = config_of("expert", capacity_factor=0.5)
     assert not torch.equal(out(), whole)
-    dispatcher.config = config_of("store", capacity_factor=FIT)
+    dispatcher.config = config_of("expert", capacity_factor=FIT)
     assert torch.equal(out(), whole)
 
 

@@ -1,11 +1,12 @@
 """The pass of a layer on a GPU: one autograd function from tokens to tokens.
 
-    forward    open, lay out, fc1, activation, fc2 with rows sent home, sum
-    backward   push, spread, fc2's gradients, activation's, fc1's with rows sent home, sum
+    forward    open, lay out, spread, fc1, activation, fc2 with rows sent home, sum
+    backward   spread and fc1 of rows that did not stay; push, spread, fc2's gradients,
+               activation's, fc1's with rows sent home, sum, spread, fc1's weight's
 
-Fc1's results lie in the store until backward. Its input is spread again there from the tokens that
-arrived, which a pass keeps in place of their rows, and fc2's is computed again in the pass that
-computes the activation's gradient, which overwrites fc1's results. So backward runs once per
+Fc1's results lie in the store until backward, as far as it has room. A pass keeps the tokens that
+arrived in place of their rows, which backward spreads again. Fc2's input is computed again by the
+kernel of the activation's gradient, which overwrites fc1's results. So backward runs once per
 forward pass. Products in e4m3 read rows that are quantized where they are made, and kept for that
 product only.
 
@@ -21,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from padded_dispatch.exchange import Values
 from padded_dispatch.exchange.choose import Wire
 from padded_dispatch.experts import Call, ExpertWeights, Sums
 from padded_dispatch.experts.activation import Activation
-from padded_dispatch.experts.store import Room
+from padded_dispatch.experts.store import Buffers, Room
 from padded_dispatch.kernels import Scaled, Segments, gemm, grouped, layout, rows
 from padded_dispatch.kernels import activation as curves
 from padded_dispatch.utils.nvtx import nvtx_range
@@ -72,10 +74,9 @@ class _Pass(torch.autograd.Function):
             first=room.first,
             limit=room.limit,
             most=room.most,
-            later=room.later,
             **kept,
         )
-        num_experts, fc1_width, width = fc1_LGD.shape
+        num_experts, fc1_width, _ = fc1_LGD.shape
         segments = Segments(
             offsets=found.offsets,
             num_experts=num_experts,
@@ -87,30 +88,16 @@ class _Pass(torch.autograd.Function):
         buffers = room.buffers(fc1_width, tokens_TD.dtype, tokens_TD.device)
         home_M = None if wire.homes_S is None else buffers.home_M
         row_SPK = torch.empty_like(arrived.expert_SPK)
-        scaled_ND = _empty_scaled(weights, room.most, width)
-        came, needs_fc1 = arrived.values, ctx.needs_input_grad[2]
-        copies = needs_fc1 and not wire.lasts
-        kept_SPD = torch.empty_like(came.rows_SPD) if copies else None
-        rows_ND = rows.spread_rows(
-            **vars(came),
-            scaled=scaled_ND,
-            plain=scaled_ND is None,
-            kept_SPD=kept_SPD,
-            row_SPK=row_SPK,
-            expert_SPK=arrived.expert_SPK,
-            place_SPK=arrived.place_SPK,
-            prob_SPK=arrived.prob_SPK,
-            segments=segments,
-            level=found.level,
-            homes_S=wire.homes_S,
-            prob_M=buffers.prob_M,
-            home_M=home_M,
-        )
-        forms, given = weights.scaled, scaled_ND or rows_ND
-        assert given is not None
-        given = given, fc1_LGD if forms is None else forms.fc1_LGD, segments
-        gemm.rows_times_weights(*given, stored=False, out=buffers.fc1_MG)
-        del rows_ND, scaled_ND, given
+        came, prob_SPK, kept_SPD = arrived.values, arrived.prob_SPK, None
+        tokens_SPD = came.rows_SPD
+        if any(ctx.needs_input_grad) and not wire.lasts:
+            tokens_SPD = kept_SPD = torch.empty_like(came.rows_SPD)
+            prob_SPK = prob_SPK.clone()
+        choices = {"expert_SPK": arrived.expert_SPK, "place_SPK": arrived.place_SPK}
+        choices |= {"level": found.level, "kept_SPD": kept_SPD}
+        given = came, row_SPK, prob_SPK, segments, buffers
+        _multiply_by_fc1(*given, wire.homes_S, fc1_LGD, weights, **choices)
+        forms = weights.scaled
         given = buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments
         scaled_NF = _empty_scaled(weights, room.most, fc2_LDF.shape[2])
         hidden_NF = curves.activate(*given, **vars(act), scaled=scaled_NF)
@@ -121,10 +108,8 @@ class _Pass(torch.autograd.Function):
         # Autograd may drop memory of the pass's own, and have it filled again by recompute.
         mine = tuple(vars(buffers).values())
         own, stored = (mine, ()) if room.stack is None else ((), mine)
-        tokens = None, None
-        if needs_fc1:
-            tokens = kept_SPD if copies else came.rows_SPD, came.own_TD
-        ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *tokens, *own)
+        kept = tokens_SPD, came.own_TD, prob_SPK
+        ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *kept, *own)
         given = {"segments": segments, "row_SPK": row_SPK, "stored": stored, "own": came.own}
         ctx.kept = _Kept(wire=wire, room=room, found=found, **given)
         ctx.weights, ctx.activation = weights, act
@@ -140,16 +125,23 @@ class _Pass(torch.autograd.Function):
                 "the pass kept, got a second run; leave out retain_graph, or set experts='module'"
             )
         kept, ctx.kept = ctx.kept, None
-        fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, tokens_SPD, own_TD, *own = ctx.saved_tensors
+        fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *saved = ctx.saved_tensors
+        tokens_SPD, own_TD, prob_SPK, *own = saved
+        came = Values(rows_SPD=tokens_SPD, own_TD=own_TD, own=kept.own)
         fc1_MG, prob_M, home_M = own or kept.stored
         wire, segments, row_SPK = kept.wire, kept.segments, kept.row_SPK
         weights, forms, num_rows = ctx.weights, ctx.weights.scaled, segments.num_rows
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
+        if kept.room.spills:  # Later passes have written there since.
+            again = dataclasses.replace(segments, offsets=kept.found.again)
+            again = dataclasses.replace(again, tiles=gemm.row_tiles(again))
+            buffers = Buffers(fc1_MG=fc1_MG, prob_M=prob_M, home_M=home_M)
+            given = came, row_SPK, prob_SPK, again, buffers
+            _multiply_by_fc1(*given, wire.homes_S, fc1_LGD, weights)
         values = wire.push(grad_TD.contiguous())
         given = {"row_SPK": row_SPK, "segments": segments, "homes_S": wire.homes_S}
         scaled_ND = _empty_scaled(weights, num_rows, fc1_LGD.shape[2])
         grad_ND = rows.spread_rows(**vars(values), **given, scaled=scaled_ND)
-        assert grad_ND is not None
         fc2_LFD = fc2_LDF.transpose(1, 2) if forms is None else forms.fc2_LFD
         given = scaled_ND or grad_ND, fc2_LFD, segments
         grad_NF = gemm.rows_times_weights(*given, stored=False)
@@ -177,15 +169,43 @@ class _Pass(torch.autograd.Function):
         if needs_fc1_bias:
             grad_fc1_bias = grouped.sum_rows(grad_fc1_MG, None, segments, stored=True)
         if needs_fc1:
-            given = {"own_TD": own_TD, "own": kept.own}
-            rows_ND = rows.spread_rows(tokens_SPD, row_SPK, segments, **given)
-            assert rows_ND is not None
+            rows_ND = rows.spread_rows(**vars(came), row_SPK=row_SPK, segments=segments)
             grad_fc1 = _weight_gradient(grad_fc1_MG, rows_ND, segments, True, weights.fc1_sums)
         if kept.room.top is not None:  # That was the last use of the rows.
-            layout.release(kept.room.top, kept.found)
+            layout.release(kept.room.top, kept.found, kept.room.limit)
         kept.room.close()
         grads = grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias
         return grad_TD, grad_TK, *grads, None, None, None
+
+
+def _multiply_by_fc1(
+    values: Values,
+    row_SPK: Tensor,
+    prob_SPK: Tensor,
+    segments: Segments,
+    buffers: Buffers,
+    homes_S: Tensor | None,
+    fc1_LGD: Tensor,
+    weights: ExpertWeights,
+    **choices: Any,
+) -> None:
+    """Spread tokens over their rows, multiply these, and store what comes in the buffers."""
+    forms = weights.scaled
+    scaled_ND = _empty_scaled(weights, segments.num_rows, fc1_LGD.shape[2])
+    rows_ND = rows.spread_rows(
+        **vars(values),
+        row_SPK=row_SPK,
+        segments=segments,
+        homes_S=homes_S,
+        scaled=scaled_ND,
+        plain=scaled_ND is None,
+        prob_SPK=prob_SPK,
+        prob_M=buffers.prob_M,
+        home_M=None if homes_S is None else buffers.home_M,
+        **choices,
+    )
+    given = scaled_ND or rows_ND, fc1_LGD if forms is None else forms.fc1_LGD, segments
+    gemm.rows_times_weights(*given, stored=False, out=buffers.fc1_MG)
 
 
 def _empty_scaled(weights: ExpertWeights, num_rows: int, width: int) -> Scaled | None:

@@ -156,7 +156,6 @@ class _ToCells(torch.autograd.Function):
             level=level,
             prob_M=probs_N,
         )
-        assert rows_ND is not None
         rows.zero_padding(rows_ND, probs_N, arrived.count_SL)
         ctx.save_for_backward(row_SPK)
         ctx.mark_non_differentiable(row_SPK)
@@ -191,6 +190,5 @@ class _ToSums(torch.autograd.Function):
         require_first_derivatives()
         sent, grad_SPD = ctx.sent, grad_SPD.to(ctx.dtype).contiguous()
         grad_ND = rows.spread_rows(grad_SPD, sent.row_SPK, sent.cells)
-        assert grad_ND is not None
         rows.zero_padding(grad_ND, None, sent.count_SL)
         return grad_ND, None

@@ -33,6 +33,7 @@ def store_offsets(
     *,
     kept_L: Tensor | None = None,
     idle: Tensor | None = None,
+    num_again: Tensor | None = None,
     max_need: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return offsets, level and before, and change `room.top` in place.
@@ -40,31 +41,33 @@ def store_offsets(
     Rule, arguments, results and example: see `kernels.layout`.
     """
     base, asked = (0, 0) if room.first or room.top is None else room.top.tolist()
-    total, space = int(count_SL.sum()), min(room.limit - base, room.most)
-    level = NO_LEVEL
-    if total > space:
+    total, level = int(count_SL.sum()), NO_LEVEL
+    if total > room.most:
         level, above = 0, int(count_SL.max())  # With `above` they do not fit.
         while above - level > 1:
             middle = (level + above) // 2
-            fits = int(count_SL.clamp(max=middle).sum()) <= space
+            fits = int(count_SL.clamp(max=middle).sum()) <= room.most
             level, above = (middle, above) if fits else (level, middle)
     kept_LS = count_SL.T.clamp(max=level)
     ends = base + kept_LS.flatten().cumsum(0, dtype=torch.int32)
     offsets = torch.cat([ends.new_full((1,), base), ends])
     if room.top is not None:
-        room.top.copy_(torch.stack([offsets[-1], offsets.new_tensor(asked + total)]))
+        in_use = offsets[-1].clamp(max=room.limit)
+        room.top.copy_(torch.stack([in_use, offsets.new_tensor(asked + total)]))
     if kept_L is not None:
         kept_L += kept_LS.sum(1)
     if idle is not None:
         idle += total == 0
+    if num_again is not None:
+        num_again += offsets[-1].clamp(min=room.limit) - offsets[0].clamp(min=room.limit)
     if max_need is not None:
-        max_need.clamp_(min=asked + total + room.later)
+        max_need.clamp_(min=asked + total)
     return offsets, offsets.new_tensor([level]), offsets.new_tensor([asked])
 
 
-def release(top: Tensor, offsets: Tensor, before: Tensor) -> None:
+def release(top: Tensor, offsets: Tensor, before: Tensor, limit: int) -> None:
     """Give the rows of a pass back, as `kernels.layout.release` does; raise if they were before."""
-    if top[0] < offsets[-1]:
+    if top[0] < offsets[-1].clamp(max=limit):
         raise RuntimeError("rows of a store were given back before their last use")
     top.copy_(torch.stack([offsets[0], before[0]]))
 
@@ -217,6 +220,6 @@ class _Release(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_SPD):  # pyright: ignore[reportIncompatibleMethodOverride]
         room, offsets, before = ctx.given
-        release(room.top, offsets, before)
+        release(room.top, offsets, before, room.limit)
         room.close()
         return grad_SPD, None, None, None

@@ -4,13 +4,14 @@ Demand of a single layer varies widely, that of all layers together little. So t
 share one store for each micro-batch in flight, used as a stack, for what backward needs:
 
     M      sum of `DispatchConfig.rows(T)` over the calls that keep rows
-    top    rows in use, on the device
-    forward of call i     base = top (0 for the first), rows from base on, top = base + n
+    top    rows that stay, on the device
+    forward of call i     base = top (0 for the first), rows from base on, top = min(base + n, M)
     backward of call i    behind its last use of the rows, top = base
 
-A call may fill the store up to M less the rows that later calls are sure to have, min(share, rows)
-of each, and at most N rows. What does not fit is cut by a water level (`kernels.layout`). With one
-rank nothing overflows at factor 1.
+Behind M there is room for the rows of one call, if M cannot hold all. Rows there do not stay: the
+next call overwrites them, and backward computes them again from the tokens, which every pass keeps.
+So nothing is lost where the store is full. A call has at most N rows; what exceeds them is cut by a
+water level (`kernels.layout`), which needs more than five ranks.
 
 Base and top never reach the host. It mirrors which calls have rows in which stack: a call takes the
 stack that an earlier call of its pass used last, else one without rows, whose first call starts at
@@ -79,7 +80,7 @@ class _Stack:
     """Rows of one micro-batch.
 
     Attributes:
-        num_rows: M.
+        num_rows: see `Store.size`.
         top: see `Room.top`.
         captured: whether a CUDA graph uses it.
         entries: marks of passes, those of the last calls last.
@@ -111,7 +112,8 @@ class Room:
     """The room of one pass of one layer.
 
     Attributes:
-        top, first, limit, most, later: see `kernels.layout.lay_out`.
+        top, first, limit, most: see `kernels.layout.lay_out`.
+        spills: whether rows may come that do not stay.
         share: rows of this pass in perfect balance.
         stack: whose rows they are; None where nothing stays.
         entry: the mark on it, which lives until backward is done.
@@ -122,7 +124,7 @@ class Room:
     share: int
     top: Tensor | None = None
     first: bool = True
-    later: int = 0
+    spills: bool = False
     stack: _Stack | None = None
     entry: Entry | None = field(default=None, repr=False)
 
@@ -171,6 +173,10 @@ class Store:
         """Return M for T tokens on this rank."""
         return sum(config().rows(num_tokens) for config in self._configs)
 
+    def size(self, num_tokens: int) -> int:
+        """Return the rows that a stack has memory for: M, and those of a call that spill."""
+        return _size(_rooms_of(tuple(map(call, self._configs)), num_tokens))
+
     def num_shares(self, num_tokens: int) -> int:
         """Return the rows of all calls in perfect balance, relative to which a factor is."""
         return sum(config().share(num_tokens) for config in self._configs)
@@ -204,7 +210,7 @@ class Store:
     def _begin(self, num_tokens: int, captures: bool, device: torch.device) -> _Stack:
         """Return a stack without rows for a pass that begins, out of the list of all."""
         rooms = _rooms_of(tuple(map(call, self._configs)), num_tokens)
-        num_rows, found = rooms[-1].limit, None
+        num_rows, found = _size(rooms), None
         # A capture may also take over what eager passes have left.
         for stack in sorted(self._stacks, key=attrgetter("captured")):
             if stack.last < 0 and stack.captured <= captures:
@@ -229,21 +235,26 @@ class Store:
 def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Room, ...]:
     """Return the rooms of all calls of a store: what follows from configs and T."""
     num_rows = sum(config.rows(num_tokens) for config in configs)
-    rooms, later = [], 0
-    for config in reversed(configs):
-        share = config.share(num_tokens)
-        most = min(config.most_rows(num_tokens), max(num_rows, 5 * share))
-        rooms.append(Room(limit=num_rows - later, most=most, share=share, later=later))
-        later += min(share, config.rows(num_tokens))
-    return tuple(rooms[::-1])
+    spills = sum(config.most_rows(num_tokens) for config in configs) > num_rows
+    return tuple(
+        Room(
+            limit=num_rows,
+            most=config.pass_rows(num_tokens, num_rows),
+            share=config.share(num_tokens),
+            spills=spills,
+        )
+        for config in configs
+    )
+
+
+def _size(rooms: tuple[Room, ...]) -> int:
+    return rooms[0].limit + max(room.most * room.spills for room in rooms)
 
 
 def scratch(config: DispatchConfig, num_tokens: int, count_SL: Tensor) -> Room:
     """Return a room that keeps nothing, of a size that follows from the config and T."""
-    share = config.share(num_tokens)
-    most = max(config.rows(num_tokens), 5 * share)
-    num_rows = min(config.most_rows(num_tokens), most)
-    return Room(limit=num_rows, most=num_rows, share=share)
+    num_rows = config.pass_rows(num_tokens, config.rows(num_tokens))
+    return Room(limit=num_rows, most=num_rows, share=config.share(num_tokens))
 
 
 def fitting(count_SL: Tensor) -> Room:

@@ -25,6 +25,7 @@ SCALARS = (
     "num_unplaced",
     "idle_passes",
     "struck",
+    "num_again",
 )
 
 

@@ -38,18 +38,19 @@ def spread_rows(
     level: Tensor | None = None,
     prob_M: Tensor | None = None,
     home_M: Tensor | None = None,
-) -> Tensor | None:
+) -> Tensor:
     """Write a row of every token into all its rows: loose [N, D].
 
-    Values are those of `exchange.Values`, and `row_SPK`, int32, has the row of each choice.
-    `homes_S`, int64, has the addresses of [P * K, D] at each source; None if no rows go home.
+    Values are those of `exchange.Values`, and `row_SPK`, int32, has the row of each choice; one
+    before the first offset is left out. `homes_S`, int64, has the addresses of [P * K, D] at each
+    source; None if no rows go home.
 
     With `scaled`, loose, each token is quantized as well, into all its rows there; `plain` says
-    whether it is written as it is, too.
+    whether it is written as it is, too, else N is 0.
 
-    With all other keywords rows are found first: `row_SPK` is written, and stored beside each row
-    its probability and where it goes home. Choices are those of `exchange.Arrived`, what is stored
-    those of `experts.store.Buffers`, with `home_M` None as `homes_S`; places from `level`, int32
+    With `prob_M` and `prob_SPK` the probability of each row is stored, and where it goes home:
+    `experts.store.Buffers`, with `home_M` None as `homes_S`. With choices, those of
+    `exchange.Arrived`, rows are found first, and `row_SPK` is written; places from `level`, int32
     [1], on have no room. `kept_SPD`, which may be left out, takes those of `rows_SPD` that have
     rows. All are contiguous.
 
@@ -64,7 +65,7 @@ def spread_rows(
     if scaled is not None:  # A program quantizes a whole row.
         block, warps = whole_row(width)
     parts = triton.cdiv(width, block)
-    out = rows_SPD.new_empty(segments.num_rows, width) if plain else None
+    out = rows_SPD.new_empty(segments.num_rows if plain else 0, width)
     _spread_kernel[(num_sources * num_slots * parts,)](
         rows_SPD,
         own_TD,
@@ -75,7 +76,7 @@ def spread_rows(
         segments.offsets,
         level,
         homes_S,
-        out,
+        out if plain else None,
         *((None, None) if scaled is None else (scaled.values, scaled.scales)),
         kept_SPD,
         prob_M,
@@ -127,6 +128,8 @@ def _spread_kernel(
     column = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, K_BLOCK)
     listed = k < K
+    first = k < tl.where(tl.program_id(0) % parts == 0, K, 0)  # by one program of a row
+    base = tl.load(offsets)
     row_bytes = width * (rows.dtype.element_ty.primitive_bitwidth // 8)
     home = 0
     if homes is not None:
@@ -137,15 +140,15 @@ def _spread_kernel(
         mine = (expert >= 0) & (expert < num_experts)
         begin = tl.load(offsets + expert * num_sources + source, mask=mine, other=0)
         row = tl.where(mine, tl.where(place < tl.load(level), begin + place, -2), -1)
-        first = k < tl.where(tl.program_id(0) % parts == 0, K, 0)  # by one program of a row
         tl.store(row_of + token * K + k, row, mask=first)
+    else:
+        row = tl.load(row_of + token * K + k, mask=listed, other=-1)
+        row = tl.where(row >= base, row, tl.minimum(row, -1))
+    if prob_out is not None:
         prob = tl.load(probs + token * K + k, mask=first & (row >= 0), other=0)
         tl.store(prob_out + row, prob.to(prob_out.dtype.element_ty), mask=first & (row >= 0))
         if homes is not None:
             tl.store(home_out + row, home + k * row_bytes, mask=first & (row >= 0))
-    else:
-        row = tl.load(row_of + token * K + k, mask=listed, other=-1)
-    base = tl.load(offsets)
     wanted = column < tl.where(tl.max(row, 0) >= 0, width, 0)
     other = token - tl.where(source > own, num_slots, 0)
     at = rows + other * width
@@ -167,7 +170,7 @@ def _spread_kernel(
         if quantized_out is not None:
             tl.store(quantized_out + place * width + column, quantized, mask=there)
             tl.store(scale_out + place, scale, mask=to >= 0)
-        if homes is not None:
+        if homes is not None and (expert_of is not None or prob_out is None):
             lost = (home + n * row_bytes).to(tl.pointer_type(rows.dtype.element_ty))
             lost = tl.multiple_of(lost, 16) + column
             nothing = tl.zeros((BLOCK,), dtype=rows.dtype.element_ty)

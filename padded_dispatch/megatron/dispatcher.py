@@ -257,14 +257,14 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Log once what it costs to drop nothing."""
         num_tokens = len(tokens_TD)
         cells = config.num_local_experts * config.num_sources * num_tokens
-        num_rows = config.rows(num_tokens) if self.packed else cells
+        num_rows = config.most_rows(num_tokens) if self.packed else cells
         ratio = num_rows / config.share(num_tokens)
         size = num_rows * tokens_TD.shape[1] * tokens_TD.element_size() / 2**30
-        if ratio > 1:
+        if ratio > (5 if config.capacity_pool == "store" else 1):  # Of a store factors have five.
             log_once(
                 "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and "
-                f"keeps room for {num_rows} rows in each layer, {ratio:.1f} times as many as in "
-                f"perfect balance: {size:.2f} GiB before fc1. To pay less, set "
+                f"has room for {num_rows} rows of a layer, {ratio:.1f} times as many as in perfect "
+                f"balance: {size:.2f} GiB before fc1. To pay less, set "
                 "moe_expert_capacity_factor, 1.5 for a start.",
                 logging.WARNING,
             )
@@ -320,7 +320,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             num_tokens, num_calls = len(tokens_TD), self._chunk.num_calls
             rows, itemsize = self.store.num_rows(num_tokens), tokens_TD.element_size()
             width = self.experts.linear_fc1.weight.shape[1]
-            size = Buffers.num_bytes(rows, width, itemsize) / 2**30
+            size = Buffers.num_bytes(self.store.size(num_tokens), width, itemsize) / 2**30
             sizes = config.num_sources, num_tokens, config.wire_slots(num_tokens)
             kept = kept_tokens(*sizes, direct=self.exchange.kind == "direct")
             tokens = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30

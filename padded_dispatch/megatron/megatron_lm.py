@@ -39,7 +39,7 @@ from padded_dispatch.utils.results import require_folder
 _MODULE = "megatron.training.training"
 
 # Figures in Megatron's line of a step.
-_IN_LINE = ("dropped", "fill", "needed_factor", "expert_overload")
+_IN_LINE = ("dropped", "again", "fill", "needed_factor", "expert_overload")
 _TRACE_BYTES = 2**30  # of each rank; fewer steps are traced to fit
 
 

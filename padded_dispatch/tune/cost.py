@@ -48,9 +48,10 @@ class LayerSizes:
 def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> int:
     """Return the bytes that packed experts of all layers keep for backward of a micro-batch.
 
-    Of each row, fc1's result (2F), a probability and a home; of each choice of each source its row;
-    the tokens that arrived (D), as direct stores keep them with up to 8 ranks that each have whole
-    experts, else as collectives do. Recomputation, which would keep less, is not considered.
+    Of each row, fc1's result (2F), a probability and a home, and room for those of a layer that
+    spill; of each choice of each source its row and its probability; the tokens that arrived (D),
+    as direct stores keep them with up to 8 ranks that each have whole experts, else as collectives
+    do. Recomputation, which would keep less, is not considered.
 
     Args:
         config: with the factor.
@@ -58,15 +59,18 @@ def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> in
         sizes: of the layer.
 
     Example: T = 4,096, K = 8, E = 128, R = 8, D = 2,048, F = 768 in bf16 at factor 1.25: 40,960
-    rows of 3,084 bytes, 262,144 choices of 4 and 28,672 tokens of 4,096, 244.8 MB for each layer.
+    rows of 3,084 bytes, 262,144 choices of 8 and 28,672 tokens of 4,096, 245.9 MB for each layer,
+    and with 12 layers in a store 262,144 rows that may spill, 808 MB.
     """
     width = 2 * sizes.ffn_size / config.etp_size
-    rows = config.rows(num_tokens) * (width * _ELEMENT_BYTES + _BESIDE_BYTES)
-    choices = 4 * config.num_sources * num_tokens * config.top_k
+    rows = sizes.num_layers * config.rows(num_tokens)
+    if sizes.num_layers * config.most_rows(num_tokens) > rows:
+        rows += config.pass_rows(num_tokens, rows)
+    choices = 8 * config.num_sources * num_tokens * config.top_k
     direct, slots = config.etp_size == 1 and config.num_sources <= 8, config.wire_slots(num_tokens)
     tokens = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)
-    kept = round(rows) + choices + tokens * sizes.hidden_size * _ELEMENT_BYTES
-    return sizes.num_layers * kept
+    of_layer = choices + tokens * sizes.hidden_size * _ELEMENT_BYTES
+    return round(rows * (width * _ELEMENT_BYTES + _BESIDE_BYTES)) + sizes.num_layers * of_layer
 
 
 def balanced_drop(*, num_tokens: int, top_k: int, num_experts: int, capacity: int) -> float:

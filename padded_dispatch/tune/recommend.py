@@ -94,7 +94,7 @@ class Recommendation:
 
     @property
     def retried(self) -> float:
-        """Share of the steps in which any layer drops a row at the recommended factor."""
+        """Share of the steps in which any row has no room at the recommended factor."""
         chosen = int(np.argmax(self.replay.factors == self.overall.factor))
         return float((self.replay.dropped[chosen].sum(0) > 0).mean())
 
@@ -107,8 +107,8 @@ class Recommendation:
         rows = f"at most {percent(target.drop)} of rows" if target.drop else "no row"
         return (
             f"Set the capacity factor to {advice.factor:g} with capacity_pool={pool} ({room}): "
-            f"{rows} dropped in {percent(target.steps_share)} of the {advice.num_steps:,} steps "
-            "traced."
+            f"{rows} without room in {percent(target.steps_share)} of the "
+            f"{advice.num_steps:,} steps traced."
         )
 
     def warnings(self) -> list[str]:

@@ -1,14 +1,10 @@
-"""Replay counts of rows at any capacity factor: what would have been dropped, exactly.
+"""Replay counts of rows at any capacity factor: what would not have found room, exactly.
 
 Which rows find room depends on counts alone, as does `DispatchConfig.capacity_pool`:
 
-- "expert": a source's rows for one expert have C slots, a cell.
+- "expert": a source's rows for one expert have C slots, a cell. Others are dropped.
 - "store": all rows of a rank, of all layers of a model chunk, share M rows. The layers of a pass
-  stack their rows in order. A layer may fill the store up to M less what the layers after it are
-  sure to get: min(1, factor) of a balanced share each. What does not fit is cut by a water level:
-  each (expert, source) keeps at most w rows, with the largest w that fits.
-
-A layer's own limit of rows (N) never binds in a store, which it is at least as large as.
+  stack their rows in order. Backward computes those past M again; none is dropped.
 
 Letters: T tokens; K experts per token; E experts; L experts of one rank; R ranks of experts; C
 slots of a cell; M rows of a store.
@@ -34,8 +30,9 @@ class Replay:
 
     `configs`: one for each factor, which rise. `room`: slots of a cell, or rows of a store, at each
     factor. `asked`: [layers, steps], rows asked for, summed over sources and micro-batches.
-    `dropped`: [factors, layers, steps]. `needed`: [steps], a factor at which nothing is dropped.
-    `needed_alone`: [layers], the same if a layer had no other to share with, over all steps.
+    `dropped`: [factors, layers, steps], rows without room; from a store they are computed again.
+    `needed`: [steps], a factor at which all have room. `needed_alone`: [layers], the same if a
+    layer had no other to share with, over all steps.
     """
 
     pool: CapacityPool
@@ -118,9 +115,10 @@ def replay(
         if strikes and trace and num_slots < demand.num_tokens:
             counts = strike(trace, num_slots, config.num_ranks, strikes)
         room.append(config.rows(demand.num_tokens) * store_layers)
-        cells = _cells(counts, config)
-        stacked = [_stack(cells[:, stack], config, demand.num_tokens) for stack in stacks]
-        kept.append(np.concatenate(stacked, axis=1))
+        rows = _by_rank(counts, config)
+        in_use = [np.minimum(rows[:, stack].cumsum(1), room[-1]) for stack in stacks]
+        stays = [np.diff(tops, axis=1, prepend=0).sum(2) for tops in in_use]
+        kept.append(np.concatenate(stays, axis=1))
 
     def by_step(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         sums = np.zeros((len(steps), num_layers), np.int64)
@@ -166,62 +164,20 @@ def _config(demand: Demand, factor: float, pool: CapacityPool, etp: int) -> Disp
     )
 
 
-def _cells(counts: NDArray[np.integer], config: DispatchConfig) -> NDArray[np.int64]:
-    """Return rows by rank, each rank's cells in ascending order: [passes, layers, R, S * L]."""
-    shape = *counts.shape[:3], config.num_ranks, config.num_local_experts
-    by_rank = counts.reshape(shape).swapaxes(2, 3)
-    cells = by_rank.reshape(*by_rank.shape[:3], -1).astype(np.int64)
-    cells.sort(-1)
-    return cells
-
-
-def _stack(cells: NDArray[np.int64], config: DispatchConfig, num_tokens: int) -> NDArray[np.int64]:
-    """Return the rows that find room in the stores of all ranks, [passes, layers].
-
-    Args:
-        cells: of the layers that share a store, see `_cells`.
-        config: with the factor.
-        num_tokens: of a source (T).
-    """
-    num_layers, rows = cells.shape[1], config.rows(num_tokens)
-    sure = min(rows, config.share(num_tokens))
-    top, kept = np.zeros(cells.shape[:1] + cells.shape[2:3], np.int64), []
-    for layer in range(num_layers):
-        limit = num_layers * rows - (num_layers - 1 - layer) * sure
-        kept.append(_below_water(cells[:, layer], limit - top))
-        top += kept[-1]
-    return np.stack([rows.sum(1) for rows in kept], axis=1)
-
-
-def _below_water(cells: NDArray[np.int64], room: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the rows that the highest water level keeps which fits into `room`.
-
-    Example: cells 1, 4, 9 and room 11 have the level 5 and keep 1 + 4 + 5 = 10 rows.
-    """
-    num_cells, sums = cells.shape[-1], cells.cumsum(-1)
-    above = np.arange(num_cells - 1, -1, -1)
-    whole = (sums + above * cells <= room[..., None]).sum(-1)  # cells at or below the level
-    below = np.take_along_axis(sums, np.maximum(whole - 1, 0)[..., None], -1)[..., 0] * (whole > 0)
-    rest = num_cells - whole
-    return below + rest * ((room - below) // np.maximum(rest, 1))
+def _by_rank(counts: NDArray[np.integer], config: DispatchConfig) -> NDArray[np.int64]:
+    """Return the rows of each rank, [passes, layers, R]."""
+    shape = *counts.shape[:2], config.num_sources, config.num_ranks, config.num_local_experts
+    return counts.reshape(shape).sum((2, 4), dtype=np.int64)
 
 
 def _needed(
     demand: Demand, config: DispatchConfig, stacks: Sequence[slice]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the factors at which nothing is dropped: [passes], and each layer alone, [layers]."""
+    """Return the factors at which all have room: [passes], and each layer alone, [layers]."""
     if config.capacity_pool == "expert":
         most = demand.counts.max((2, 3)) / demand.mean_rows
         return most.max(1), most.max(0)
     share = config.share(demand.num_tokens)
-    rows = _cells(demand.counts, config).sum(-1)  # [passes, layers, R]
-    needed = []
-    for stack in stacks:
-        sums = rows[:, stack].cumsum(1)
-        number = np.arange(1, sums.shape[1] + 1)[:, None]
-        last = number[-1, 0]
-        # Up to factor 1 each layer has its part for itself; beyond, later ones keep one share.
-        below = (sums / (number * share)).max((1, 2))
-        beyond = (sums + (last - number) * share).max((1, 2)) / (last * share)
-        needed.append(np.where(below <= 1, below, beyond))
-    return np.max(needed, axis=0), rows.max((0, 2)) / share
+    rows = _by_rank(demand.counts, config)
+    sums = [rows[:, stack].sum(1) / (rows[0, stack].shape[0] * share) for stack in stacks]
+    return np.max(sums, axis=(0, 2)), rows.max((0, 2)) / share

@@ -14,7 +14,7 @@ from pathlib import Path
 from padded_dispatch.tune.recommend import Option, Study, percent
 from padded_dispatch.tune.settings import blocks
 
-# A row of the terminal's table is the smallest factor that drops no more than this.
+# A row of the terminal's table is the smallest factor that leaves no more without room than this.
 _SHARES = (0.3, 0.1, 0.05, 0.01, 0.001, 0.0)
 _PAGE_ROWS = 12  # about so many factors are on the page
 _COLUMNS = 80
@@ -53,13 +53,13 @@ def pool_table(study: Study) -> Table:
                 f"{needed:g}",
             )
         )
-    headers = ("pool", "factor", "dropped", "steps with drops", "drops nothing at")
+    headers = ("pool", "factor", "no room", "steps with such", "all have room at")
     marked = study.answers.index(study.chosen)
     return Table(headers=headers, rows=tuple(rows), marked=marked)
 
 
 def factor_table(study: Study, options: Sequence[Option], *, brief: bool) -> Table:
-    """Return the drop and the cost of some factors.
+    """Return the rows without room and the cost of some factors.
 
     Args:
         study: what the options are of.
@@ -69,13 +69,13 @@ def factor_table(study: Study, options: Sequence[Option], *, brief: bool) -> Tab
     columns = {
         "factor": [f"{option.factor:g}" for option in options],
         _ROOM[study.pool]: [f"{option.room:,}" for option in options],
-        "dropped": [percent(option.dropped) for option in options],
+        "no room": [percent(option.dropped) for option in options],
         f"{percent(study.chosen.target.steps_share)} of steps": [
             f"<= {percent(option.in_most_steps)}" for option in options
         ],
     }
     if not brief:
-        columns["steps with drops"] = [percent(option.retried) for option in options]
+        columns["steps with such"] = [percent(option.retried) for option in options]
         columns["worst layer"] = [percent(option.worst_layer) for option in options]
         if study.pool == "expert":
             columns["balanced"] = [percent(option.balanced or 0.0) for option in options]
@@ -90,10 +90,10 @@ def factor_table(study: Study, options: Sequence[Option], *, brief: bool) -> Tab
 
 
 def layer_table(study: Study) -> Table:
-    """Return a factor for each layer by itself; the drops of each in a store."""
+    """Return a factor for each layer by itself; the rows of each without room in a store."""
     replay = study.chosen.replay
     alone = dict(zip(replay.demand.layers.tolist(), replay.needed_alone.tolist(), strict=True))
-    headers = ["layer", "drops nothing alone at", "dropped", "worst step"]
+    headers = ["layer", "alone has room at", "no room", "worst step"]
     own = study.pool == "expert"
     if own:
         headers += ["factor", "slots", "halves"]
@@ -136,8 +136,11 @@ def whole(study: Study) -> str:
         for i, option in enumerate(study.options, start=1 - len(study.options))
         if i % every == 0 or i == 0 or option.factor == factor
     ]
-    note = 'Dropped: of all rows. Steps with drops: on_overflow="retry" would run them again.'
-    if own:
+    note = "No room: of all rows."
+    if not own:
+        note += " Past a store backward computes them again."
+    else:
+        note += ' They are dropped; on_overflow="retry" would run such steps again.'
         note += " Balanced: what a perfectly balanced router drops, as tokens choose at random."
     if study.sizes is None:
         note += " For bytes, give --hidden-size and --ffn-size."

@@ -194,12 +194,56 @@ def test_a_pass_beside_the_plain_one(case: Case, scaled: bool):
             assert (got[name] - value).abs().max() <= most, name
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["fp32", "e4m3"])
+@pytest.mark.parametrize("exchange", ["alltoall", "direct"])
+def test_bits_do_not_depend_on_the_factor(exchange: str, scaled: bool):
+    """At 0.01 a row stays, and backward computes all others again; at 2 all stay."""
+    case = Case(ranks=2, routings=("full", "hot", "one rank"), exchange=exchange, scaled=scaled)
+    with poisoned_memory():
+        few, many = (
+            on_ranks(dataclasses.replace(case, factor=factor), packed.run, torch.float32, 2)
+            for factor in (0.01, 2.0)
+        )
+    for got, expected in zip(few, many, strict=True):
+        for name, value in expected.items():
+            assert torch.equal(got[name], value), name
+
+
 def test_direct_stores_equal_collectives_in_bits_where_a_rank_has_one_choice():
     """Collectives round the sum of each rank; with one expert each there is nothing to add."""
     case = Case(ranks=2, routings=("full", "full"), factor=1.5, local_experts=1, tokens=3)
     ours = on_ranks(dataclasses.replace(case, exchange="direct"), packed.run, torch.float32, 2)
     theirs = on_ranks(case, packed.run, torch.float32, 2)
     for got, expected in zip(ours, theirs, strict=True):
+        for name, value in expected.items():
+            assert torch.equal(got[name], value), name
+
+
+def _trained_in_flight(case: Case, in_flight: int) -> dict[str, Tensor]:
+    """Two forward passes, with one or both of them in flight, each with a backward pass."""
+    model, exchange = Model(case, torch.float32), exchange_of(case)
+
+    def pass_() -> Tensor:
+        rooms = lambda number: partial(model.store.take, [number], case.tokens)  # noqa: E731
+        return forward(model, packed.run, exchange, rooms)
+
+    waiting: list[Tensor] = []
+    for _ in range(2):
+        waiting.append(pass_())
+        if len(waiting) == in_flight:
+            for out_TD in waiting:
+                out_TD.backward(model.grad_TD)
+            waiting.clear()
+    assert stacks_are_empty(model.store)
+    return model.gradients()
+
+
+@pytest.mark.parametrize("exchange", ["alltoall", "direct"])
+def test_microbatches_in_flight_whose_rows_are_computed_again(exchange: str):
+    case = Case(ranks=2, routings=("full", "hot", "full"), exchange=exchange, factor=0.3)
+    with poisoned_memory(), threads_as_ranks():
+        one, two = (run_on_threads(2, _trained_in_flight, case, count) for count in (1, 2))
+    for got, expected in zip(two, one, strict=True):
         for name, value in expected.items():
             assert torch.equal(got[name], value), name
 

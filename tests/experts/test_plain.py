@@ -17,6 +17,8 @@ from tests.support import reference
 from tests.support.device import equal, here
 from tests.support.whole_layers import make_case
 
+NUMBERS = "idle", "num_again", "max_need"
+
 
 def offsets_of(count: list[list[int]], **room: Any) -> tuple[Any, ...]:
     count_SL = torch.tensor(count, dtype=torch.int32)
@@ -25,25 +27,23 @@ def offsets_of(count: list[list[int]], **room: Any) -> tuple[Any, ...]:
 
 
 def test_a_store_by_hand():
-    """The example of the docstring: room for 4 of 6 rows, so each (expert, source) keeps one."""
+    """The example of the docstring: at most 4 of 6 rows, so each (expert, source) keeps one."""
     top = torch.tensor([4, 4], dtype=torch.int32)
-    found = offsets_of([[3, 1], [2, 0]], top=top, first=False, limit=8, most=9)
+    found = offsets_of([[3, 1], [2, 0]], top=top, first=False, limit=6, most=4)
     assert found == ([4, 5, 6, 7, 7], [1], [4])
-    assert top.tolist() == [7, 10]
+    assert top.tolist() == [6, 10]
     offsets, _, before = (torch.tensor(values, dtype=torch.int32) for values in found)
-    plain.release(top, offsets, before)
+    plain.release(top, offsets, before, 6)
     assert top.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize(
     ("room", "offsets", "level"),
     [
-        (dict(limit=6), [0, 3, 5, 6, 6], plain.NO_LEVEL),  # Exactly.
-        (dict(limit=5), [0, 2, 4, 5, 5], 2),  # One row less.
-        (dict(most=4), [0, 1, 2, 3, 3], 1),  # The pass has less room than the store.
-        (dict(limit=2), [0, 0, 0, 0, 0], 0),  # Three have rows, but only two find room.
-        (dict(limit=0), [0, 0, 0, 0, 0], 0),
-        (dict(limit=-3), [0, 0, 0, 0, 0], 0),  # Later layers are sure to have more than is left.
+        (dict(most=6, limit=1), [0, 3, 5, 6, 6], plain.NO_LEVEL),  # Exactly, whatever stays.
+        (dict(most=5), [0, 2, 4, 5, 5], 2),  # One row less.
+        (dict(most=4), [0, 1, 2, 3, 3], 1),
+        (dict(most=2), [0, 0, 0, 0, 0], 0),  # Three have rows, but only two find room.
     ],
     ids=str,
 )
@@ -61,10 +61,10 @@ def test_rows_are_given_back_in_reverse_order():
     top, count = torch.zeros(2, dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)
     first = plain.store_offsets(count, Room(limit=9, most=9, share=1, top=top, first=True))
     second = plain.store_offsets(count, Room(limit=9, most=9, share=1, top=top, first=False))
-    plain.release(top, first[0], first[2])
+    plain.release(top, first[0], first[2], 9)
     for top_2, offsets in ((top, second[0]), (torch.tensor([4, 9]), torch.tensor([2, 3, 5]))):
         with pytest.raises(RuntimeError, match="given back before their last use"):
-            plain.release(top_2, offsets, second[2])
+            plain.release(top_2, offsets, second[2], 9)
 
 
 def test_rows_of_choices_of_one_expert():
@@ -78,19 +78,18 @@ def test_rows_of_choices_of_one_expert():
 def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
     generator = np.random.default_rng(seed)
     sources, experts = generator.integers(1, [9, 18])
-    rows, shares, most = generator.integers(1, 60, (3, 5))
-    store = reference.Store(rows.tolist(), shares.tolist(), most.tolist())
+    rows, most = int(generator.integers(0, 200)), generator.integers(1, 60, 5)
+    store = reference.Store(rows, most.tolist())
     top = torch.zeros(2, dtype=torch.int32)
-    counted = {name: torch.zeros(1, dtype=torch.int64) for name in ("idle", "max_need")}
+    counted = {name: torch.zeros(1, dtype=torch.int64) for name in NUMBERS}
     counted["kept_L"] = torch.zeros(int(experts), dtype=torch.int64)
     there_top, there = here(top.clone()), {name: here(v.clone()) for name, v in counted.items()}
     total_L, num_idle, passes = np.zeros(experts, int), 0, []
     for layer in range(5):
         count_SL = generator.integers(0, generator.integers(1, 9), (sources, experts))
-        used, level = sum(store.kept_Y), store.keep(count_SL)
+        used, level = store.tops[-1], store.keep(count_SL)
         kept_SL = np.minimum(count_SL, level).astype(int)
-        later = store.later(layer)
-        sizes = dict(limit=int(rows.sum()) - later, most=int(most[layer]), later=later)
+        sizes = dict(limit=rows, most=int(most[layer]))
         room = Room(**sizes, share=1, top=top, first=layer == 0)
         given = torch.from_numpy(count_SL).to(torch.int32)
         found = plain.store_offsets(given, room, **counted)
@@ -99,16 +98,18 @@ def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
         wanted = used + np.concatenate([[0], kept_SL.T.flatten().cumsum()])
         assert found[0].tolist() == wanted.tolist()
         assert found[1].item() == min(level, plain.NO_LEVEL)
-        assert top.tolist() == [sum(store.kept_Y), sum(store.asked_Y)]
+        assert top.tolist() == [store.tops[-1], sum(store.asked_Y)]
         total_L, num_idle = total_L + kept_SL.sum(0), num_idle + (count_SL.sum() == 0)
         assert counted["kept_L"].tolist() == total_L.tolist()
         assert (counted["idle"].item(), counted["max_need"].item()) == (num_idle, store.need)
+        assert counted["num_again"].item() == sum(store.kept_Y) - store.tops[-1]
+        assert in_kernel.again.tolist() == np.maximum(wanted, rows).tolist()
         kernel = in_kernel.offsets, in_kernel.level, in_kernel.before
         equal(*zip(found, kernel, strict=True), (top, there_top))
         equal(*((value, there[name]) for name, value in counted.items()))
     for (offsets, _, before), in_kernel in reversed(passes):
-        plain.release(top, offsets, before)
-        layout.release(there_top, in_kernel)
+        plain.release(top, offsets, before, rows)
+        layout.release(there_top, in_kernel, rows)
         equal((top, there_top))
     assert top.tolist() == [0, 0]
 

@@ -287,7 +287,8 @@ def _retry(name: str, graph: str = "none", **changes: Any) -> Row:
         "repeated": {"options": {"on_overflow": "retry"}, "graph": graph},
     }
     wide = torch.bfloat16 if changes.get("dtype") != torch.float16 else torch.float16
-    gpu = {"steps": 6, "dtype": wide, "options": {"experts": "packed"}, **changes.pop("gpu", {})}
+    cells = {"experts": "packed", "capacity_pool": "expert"}  # A store drops nothing.
+    gpu = {"steps": 6, "dtype": wide, "options": cells, **changes.pop("gpu", {})}
     return _trained(RETRY, name, ways, RETRIED, gpu=gpu, **changes)
 
 
@@ -307,9 +308,7 @@ def _retried() -> Iterator[Row]:
     yield _retry("PP2/VPP2", **deep)
     yield _retry("overlapped reduction", ddp=reduce, cpu=False, **two)
     yield _retry("overlapped gathering", ddp=gather, **two)
-    # The rows of recomputed layers share a store's room in turn: only cells drop them.
-    cells = {"options": {"experts": "packed", "capacity_pool": "expert"}}
-    yield _retry("recompute", fields=again, microbatches=1, gpu=cells)
+    yield _retry("recompute", fields=again, microbatches=1)
     yield _retry("multi-token prediction", fields={"mtp_num_layers": 1}, microbatches=1)
     yield _retry("fp16", microbatches=1, **half)
     yield _retry("TP2/EP2", ranks=2, tp=2, ep=2)
@@ -317,14 +316,13 @@ def _retried() -> Iterator[Row]:
     bf16 = {"dtype": torch.bfloat16, "dropout": 0.0}  # The stand-in for graphs draws nothing.
     module = {"options": {"experts": "module"}}
     yield _retry("EP2, layer graphs", "layer", ranks=2, ep=2, microbatches=1, **bf16, **module)
-    yield _retry("EP2, a store", ep=2, options={"experts": "packed"}, **two)
     yield _retry("PP2/VPP2, layer graphs", "layer", cpu=False, **deep)
     for ranks, graph in itertools.product((1, 2), ("layer", "local", "iteration")):
         sizes = {"ranks": ranks, "ep": ranks, "microbatches": 3, "cpu": False}
         yield _retry(f"EP{ranks}, {graph} graphs, three microbatches", graph, **sizes)
         if graph == "local":
             continue
-        if ranks == 2:  # On one rank a store drops in each step, or at factor 1 in none.
+        if ranks == 2:
             overlapped = {"ddp": gather, **sizes}
             yield _retry(f"EP2, {graph} graphs, all overlapped", graph, **overlapped)
             some = {"factor": 1.0, "dropout": 0.0, "gpu": {"steps": 12}, **sizes}
@@ -370,8 +368,9 @@ def _overlapped() -> Iterator[Row]:
         yield _overlap(f"{name}, PP2/VPP2", options=options, fields=sends, cpu=False, **deep)
     half = {"factor": 0.5, "options": packed}
     yield _overlap("store", **half, microbatches=4)
-    yield _overlap("cells", **{**half, "options": packed | {"capacity_pool": "expert"}})
-    yield _overlap("retry", **{**half, "options": packed | {"on_overflow": "retry"}}, counts=False)
+    cells = packed | {"capacity_pool": "expert"}
+    yield _overlap("cells", **{**half, "options": cells})
+    yield _overlap("retry", **{**half, "options": cells | {"on_overflow": "retry"}}, counts=False)
     for name, more in (
         ("direct, delayed, shared", {"fields": shared, "factor": 0.5, **delayed}),
         ("direct, graphs", {"scopes": PARTIAL}),

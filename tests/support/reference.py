@@ -120,33 +120,26 @@ def places(map_TE: NDArray) -> NDArray:
 
 @dataclass
 class Store:
-    """The store of one rank: rows that a layer adds, has in balance, at most, kept, asked for."""
+    """The store of one rank: rows that it holds, and the most of each layer."""
 
-    rows_Y: Sequence[int]
-    shares_Y: Sequence[int]
+    rows: int
     most_Y: Sequence[int]
     kept_Y: list[int] = field(default_factory=list)
     asked_Y: list[int] = field(default_factory=list)
-
-    def later(self, layer: int) -> int:
-        """Return the rows that the layers behind this one are sure to have."""
-        pairs = zip(self.shares_Y[layer + 1 :], self.rows_Y[layer + 1 :], strict=True)
-        return sum(min(pair) for pair in pairs)
+    tops: list[int] = field(default_factory=lambda: [0])
 
     def keep(self, count_SL: NDArray) -> float:
         """Return the level of the next layer, and remember its rows."""
-        layer = len(self.kept_Y)
-        space = sum(self.rows_Y) - self.later(layer) - sum(self.kept_Y)
-        level = water_level(count_SL, min(space, self.most_Y[layer]))
+        level = water_level(count_SL, self.most_Y[len(self.kept_Y)])
         self.kept_Y.append(int(np.minimum(count_SL, level).sum()))
         self.asked_Y.append(int(count_SL.sum()))
+        self.tops.append(min(self.tops[-1] + self.kept_Y[-1], self.rows))
         return level
 
     @property
     def need(self) -> int:
-        """Rows of a store that would have held every layer so far, with what is left to others."""
-        layers = range(len(self.asked_Y))
-        return max(sum(self.asked_Y[: layer + 1]) + self.later(layer) for layer in layers)
+        """Rows of a store that would have held every layer so far."""
+        return sum(self.asked_Y)
 
 
 def found_room(map_STE: NDArray, levels_R: Sequence[float]) -> NDArray:

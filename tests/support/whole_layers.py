@@ -136,6 +136,8 @@ class Sizes:
         if self.drops:
             capacity = math.ceil((num_tokens * top_k / config.num_experts) * factor)
             self.rows = min(self.most, math.ceil(self.share * factor))
+        elif factor == math.inf:
+            self.rows = min(self.most, math.ceil(self.share * 1.25))
         self.capacity = max(1, min(num_tokens, capacity))
         while self.capacity * sources % config.alignment:
             self.capacity += 1
@@ -163,12 +165,13 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
     num_layers = len(case.layers) if keeps else 1
     if config.capacity_pool == "expert":
         sizes.rows = sizes.most  # Sources chose them already.
-    most = min(sizes.most, max(num_layers * sizes.rows, 5 * sizes.share))
+    most = sizes.most
+    if sizes.drops:
+        most = min(most, max(num_layers * sizes.rows, 5 * sizes.share))
     rows = sizes.rows if keeps else most
 
     def new_stores() -> list[reference.Store]:
-        of_layers = [[one] * num_layers for one in (rows, sizes.share, most)]
-        return [reference.Store(*of_layers) for _ in range(ranks)]
+        return [reference.Store(num_layers * rows, [most] * num_layers) for _ in range(ranks)]
 
     stores, given, rows_Y = new_stores(), [case.tokens_STD], []
     for layer in case.layers:

@@ -20,19 +20,21 @@ def qwen3(factor, **changes):
 
 def test_the_documented_example():
     """And twice the rows of half the ffn where two ranks split each expert."""
-    of_row, choices, of_token = 2 * 768 * 2 + 12, 4 * 8 * 4096 * 8, 2048 * 2
-    assert (of_row, choices) == (3084, 4 * 262_144)
+    of_row, choices, of_token = 2 * 768 * 2 + 12, 8 * 8 * 4096 * 8, 2048 * 2
+    assert (of_row, choices) == (3084, 8 * 262_144)
     tokens = 7 * 4096 * of_token
-    for pool in ("expert", "store"):
-        config = qwen3(1.25, capacity_pool=pool)
-        assert kept_bytes(config, 4096, QWEN3) == 40960 * of_row + choices + tokens == 244_809_728
-        split = qwen3(1.25, capacity_pool=pool, etp_size=2)
-        of_two = 2 * (40960 * (of_row - 1536) + choices + 8 * 4096 * of_token)
-        assert kept_bytes(split, 4096, QWEN3) == of_two
-    many = LayerSizes(hidden_size=2048, ffn_size=768, num_layers=3)
-    assert kept_bytes(qwen3(1.0), 4096, many) == 3 * (32768 * of_row + choices + tokens)
+    cells = qwen3(1.25, capacity_pool="expert")
+    assert kept_bytes(cells, 4096, QWEN3) == 40960 * of_row + choices + tokens == 245_858_304
+    split = qwen3(1.25, capacity_pool="expert", etp_size=2)
+    of_two = 2 * (40960 * (of_row - 1536) + choices + 8 * 4096 * of_token)
+    assert kept_bytes(split, 4096, QWEN3) == of_two
+    # Of one layer five shares may spill, of twelve all rows of a layer.
+    for num_layers, spilled in ((1, 5 * 32768), (3, 5 * 32768), (12, 8 * 32768)):
+        sizes = LayerSizes(hidden_size=2048, ffn_size=768, num_layers=num_layers)
+        kept = num_layers * (40960 * of_row + choices + tokens) + spilled * of_row
+        assert kept_bytes(qwen3(1.25, capacity_pool="store"), 4096, sizes) == kept
     # Collectives among 16 ranks: 8 experts of 320 slots.
-    wide = kept_bytes(qwen3(1.25, num_ranks=16), 4096, QWEN3)
+    wide = kept_bytes(qwen3(1.25, num_ranks=16, capacity_pool="expert"), 4096, QWEN3)
     assert wide == 40960 * of_row + 2 * choices + 16 * 2560 * of_token
     # Without drops each token may have all of its experts on one rank.
     assert kept_bytes(qwen3(NO_DROP), 4096, QWEN3) == 8 * 4096 * 8 * of_row + choices + tokens

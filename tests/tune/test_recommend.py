@@ -73,7 +73,7 @@ def test_the_smallest_factor_that_enough_steps_keep():
     assert found.retried == 0.05
     assert found.sentence() == (
         "Set the capacity factor to 1.2 with capacity_pool=expert (12 slots per source rank and "
-        "expert): no row dropped in 95 % of the 1,000 steps traced."
+        "expert): no row without room in 95 % of the 1,000 steps traced."
     )
     assert advise(mixed(1000, 1.3, 20), steps_share=0.951).overall.factor == 1.3
 
@@ -85,7 +85,9 @@ def test_a_target_that_allows_drops():
     assert advise(needs, drop=0.0499).overall.factor == 1.3
     with pytest.raises(ValueError, match=r"factors must suffice .*, got 1\.2; add 1\.3"):
         advise(needs, factors=[1.0, 1.2])
-    assert "at most 5 % of rows dropped in 99 % of the 600" in advise(needs, drop=0.05).sentence()
+    assert (
+        "at most 5 % of rows without room in 99 % of the 600" in advise(needs, drop=0.05).sentence()
+    )
 
 
 def test_every_layer_has_its_own_factor_and_all_together_share_a_budget():

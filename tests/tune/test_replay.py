@@ -30,20 +30,20 @@ def kept_in_cells(counts: Counts, slots: int) -> list[int]:
 def kept_in_stores(
     counts: Counts, factor: float, *, num_tokens: int, top_k: int, num_ranks: int
 ) -> list[int]:
-    """Return the rows of each layer that find room, in a store of all layers on each rank."""
+    """Return the rows of each layer that stay, in a store of all layers on each rank."""
     num_sources, num_experts = len(counts[0]), len(counts[0][0])
     local = num_experts // num_ranks
     share = num_sources // num_ranks * num_tokens * top_k
     most = num_sources * num_tokens * min(top_k, local)
     of_layer = min(math.ceil(share * factor), most)
     most = min(most, max(of_layer * len(counts), 5 * share))
-    kept = np.zeros(len(counts), int)
+    stays = np.zeros(len(counts), int)
     for rank in range(num_ranks):
-        store = Store(*([one] * len(counts) for one in (of_layer, share, most)))
+        store = Store(of_layer * len(counts), [most] * len(counts))
         for layer in counts:
             store.keep(np.array(layer)[:, rank * local : (rank + 1) * local])
-        kept += store.kept_Y
-    return kept.tolist()
+        stays += np.diff(store.tops)
+    return stays.tolist()
 
 
 FACTORS = [0.3, 0.7, 1.0, 1.25, 3.0]
@@ -121,11 +121,10 @@ def test_a_store_by_hand():
     asked = demand(counts, num_tokens=10, top_k=1)
     found = replay(asked, [0.5, 1.0, 1.3], pool="store")
     assert found.room.tolist() == [10, 20, 26]
-    # At factor 1 the first layer may fill 10 rows, at 1.3 16: 18 rows have the water level 8.
-    assert kept(found, 1) == [[7, 12], [10, 10], [10, 2]]
-    assert kept(found, 2) == [[7, 12], [10, 10], [16, 2]]
-    assert kept(found, 0) == [[5, 4], [5, 5], [4, 2]]
-    assert found.needed.tolist() == [0.95, 1.0, 1.4]
+    assert kept(found, 0) == [[7, 3], [10, 0], [10, 0]]
+    assert kept(found, 1) == [[7, 12], [10, 10], [18, 2]]
+    assert kept(found, 2) == [[7, 12], [10, 10], [18, 2]]
+    assert found.needed.tolist() == [0.95, 1.0, 1.0]
     assert found.needed_alone.tolist() == [1.8, 1.2]
     alone = replay(asked, [1.0], pool="store", store_layers=1)
     assert (kept(alone, 0), alone.room[0]) == ([[7, 10], [10, 10], [10, 2]], 10)
@@ -145,7 +144,7 @@ def test_the_record_of_a_real_router():
             kept_in_stores(counts, factor, num_ranks=8, **sizes) for counts in asked.counts.tolist()
         ]
         assert kept(found, f) == passes
-    assert (100 * found.dropped_share).round(1).tolist() == [1.2, 0.1, 0.0]
+    assert (100 * found.dropped_share).round(1).tolist() == [0.9, 0.1, 0.0]
     assert found.dropped[2].sum() == 0
     assert (found.needed.max(), found.needed_alone.max()) == pytest.approx((1.70, 4.23), abs=0.005)
     few = replay(asked, [1.25], pool="store", store_layers=3)

@@ -52,16 +52,16 @@ def test_cells_of_the_tables(found):
     shown = {
         "factor": f"{option.factor:g}",
         "slots": f"{option.room:,}",
-        "dropped": percent(option.dropped),
+        "no room": percent(option.dropped),
         "99 % of steps": f"<= {percent(option.in_most_steps)}",
-        "steps with drops": percent(option.retried),
+        "steps with such": percent(option.retried),
         "worst layer": percent(option.worst_layer),
         "balanced": percent(option.balanced),
         "GiB": f"{option.kept_bytes / 2**30:.3g}",
     }
     assert cells(table, table.marked) == shown
     brief = factor_table(found, found.options, brief=True)
-    assert brief.headers == ("factor", "slots", "dropped", "99 % of steps", "GiB")
+    assert brief.headers == ("factor", "slots", "no room", "99 % of steps", "GiB")
     bare = dataclasses.replace(found, sizes=None)
     assert factor_table(bare, bare.options, brief=True).headers[-1] == "99 % of steps"
     assert "give --hidden-size and --ffn-size" in whole(bare)
@@ -118,7 +118,7 @@ def test_a_warning_is_in_the_text_and_on_the_page():
     assert warning in " ".join(summary(young, Path("tune.html")).split())
     assert warning in " ".join(whole(young).split())
     text = summary(studied(pools=("store",)), Path("x"))
-    assert "steps with drops" not in text and "Each layer by itself" not in text
+    assert "steps with such" not in text and "Each layer by itself" not in text
     assert "layer-factors" not in whole(studied())
 
 
