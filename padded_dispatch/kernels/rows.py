@@ -144,6 +144,8 @@ def _spread_kernel(
     else:
         row = tl.load(row_of + token * K + k, mask=listed, other=-1)
         row = tl.where(row >= base, row, tl.minimum(row, -1))
+    if tl.max((row != -1).to(tl.int32), 0) == 0:
+        return
     if prob_out is not None:
         prob = tl.load(probs + token * K + k, mask=first & (row >= 0), other=0)
         tl.store(prob_out + row, prob.to(prob_out.dtype.element_ty), mask=first & (row >= 0))
