@@ -93,17 +93,16 @@ def newest_table() -> tuple[str, dict[str, Any]]:
     raise ValueError("layer_bench.json must hold a run with all of the README's table, got none")
 
 
-def real_runs(factor: float = FACTOR) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+def real_runs() -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
     """Return the newest rows of `pretrain_gpt.py`, by model and GPUs, then by contender.
 
-    Each has `about` of its run. What has a capacity has this factor; steps have the usual number of
-    micro-batches.
+    Each has `about` of its run. Steps have the usual number of micro-batches.
     """
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for run in _runs("store"):
         for row in run["rows"]:
             usual = row.get("kind") == "pretrain_gpt" and row.get("micro_batches", 4) == 4
-            if usual and row["capacity_factor"] in (factor, None):
+            if usual and row["capacity_factor"] in (FACTOR, None):
                 of_model = found.setdefault((row["model"], row["ep"]), {})
                 of_model[row["contender"]] = row | {"about": run["about"]}
     return found
@@ -132,10 +131,11 @@ def _figures_of(row: dict[str, Any]) -> str:
 
 
 def commits(rows: Iterable[dict[str, Any]]) -> str:
-    """Return which commits rows hold for, and whether kernels have changed since."""
-    abouts = [row["about"] for row in rows]
-    older = {about.get("kernels") for about in abouts} != {kernels()}
-    words = ", ".join(dict.fromkeys(about["commit"] for about in abouts))
+    """Return which commits rows hold for, and whether ours ran with kernels of before."""
+    rows = list(rows)
+    ours = [row for row in rows if not row.get("contender", "ours").startswith("stock")]
+    older = any(row["about"].get("kernels") != kernels() for row in ours)
+    words = ", ".join(dict.fromkeys(row["about"]["commit"] for row in rows))
     return f"{words}, older kernels" if older else words
 
 
