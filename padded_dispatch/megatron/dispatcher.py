@@ -321,13 +321,19 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             rows, itemsize = self.store.num_rows(num_tokens), tokens_TD.element_size()
             width = self.experts.linear_fc1.weight.shape[1]
             size = Buffers.num_bytes(self.store.size(num_tokens), width, itemsize) / 2**30
-            sizes = config.num_sources, num_tokens, config.wire_slots(num_tokens)
-            kept = kept_tokens(*sizes, direct=self.exchange.kind == "direct")
+            slots, direct = config.wire_slots(num_tokens), self.exchange.kind == "direct"
+            kept = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)
             tokens = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30
+            drops = []
+            if (most := config.pass_rows(num_tokens, rows)) < config.most_rows(num_tokens):
+                drops.append(f"rows of a layer past {most}")
+            if slots < num_tokens and not direct and config.num_ranks > 1:
+                drops.append(f"tokens from one rank to another past {slots}")
             log_once(
                 f"padded dispatch: {num_calls} layers at {num_tokens} tokens per rank share a "
                 f"store of {rows} rows, {size:.2f} GiB for each micro-batch in flight, and keep "
-                f"{tokens:.2f} GiB of tokens that arrived"
+                f"{tokens:.2f} GiB of tokens that arrived; what is dropped: "
+                f"{' and '.join(drops) or 'nothing'}"
             )
 
     def dispatch_postprocess(

@@ -1,5 +1,6 @@
 """Layers whose rows share a store, and evaluation that fits, on one rank and on two."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -108,7 +109,16 @@ def test_rows_past_a_store_are_kept_and_counted(caplog):
     assert f"share a store of {3 * 2**20} rows, {size:.2f} GiB" in later and size > 0.1
     assert said == (
         "padded dispatch: 3 layers at 20 tokens per rank share a store of 60 rows, 0.00 GiB for "
-        "each micro-batch in flight, and keep 0.00 GiB of tokens that arrived"
+        "each micro-batch in flight, and keep 0.00 GiB of tokens that arrived; what is dropped: "
+        "nothing"
+    )
+    config = dataclasses.replace(dispatcher.dispatch_config, num_ranks=32, num_experts=32)
+    with caplog.at_level(logging.INFO, "padded_dispatch"):
+        dispatcher._announce(dataclasses.replace(config, capacity_factor=0.25), many)
+    # Five shares of K, and the slots that cells would have.
+    rows, slots = 5 * 2**20 * K, 2**20 * K // 32 // 4
+    assert caplog.messages[-1].endswith(
+        f"dropped: rows of a layer past {rows} and tokens from one rank to another past {slots}"
     )
     counters = [made.token_dispatcher.counters for made in layers]
     assert [int(one.kept_E.sum()) for one in counters] == [2 * 20 * K] * 3
