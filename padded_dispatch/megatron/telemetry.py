@@ -48,8 +48,9 @@ class Snapshots:
     evaluation: Snapshot
 
 
-# Figures of single layers, the most telling first; see `scalars`. A store has not all of them.
-_OF_LAYERS = ("dropped", "needed_factor", "fill", "expert_overload", "rank_overload", "lost_tokens")
+# Figures of single layers, the most telling first; see `scalars`. Stores and cells lack some.
+_OF_LAYERS = "dropped", "again", "needed_factor", "fill"
+_OF_LAYERS += "expert_overload", "rank_overload", "lost_tokens"
 
 
 def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float]:

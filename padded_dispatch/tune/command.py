@@ -28,9 +28,9 @@ def read(argv: list[str]) -> argparse.Namespace:
     about = "files or folders of `train --trace` or `--padded-trace`"
     add("traces", nargs="+", type=Path, metavar="TRACE", help=about)
     add("--report", type=Path, default=Path("tune.html"), help="page for the results")
-    about = "largest share of a step's rows that may be dropped; 0.05 is 5 %%"
+    about = "largest share of a step's rows that may find no room; 0.05 is 5 %%"
     add("--drop", type=float, default=Target().drop, help=about)
-    about = "share of the steps that drop no more"
+    about = "share of the steps in which no more do"
     add("--steps-share", type=float, default=Target().steps_share, help=about)
     about = "leave out earlier steps, such as the warm-up of the router"
     add("--from-step", type=int, default=0, help=about)

@@ -1,10 +1,10 @@
 """Recommend a capacity factor: the smallest that keeps a target, over the steps of a trace.
 
-The target is a quantile: in a share q of the steps at most a share x of the rows is dropped. For
-every step there is a smallest replayed factor that drops no more than x; the recommended factor is
-the order statistic of these that a share q of the steps does not exceed. "Rows" are those of one
-layer for a layer's factor, and of all layers for the factor of all. Layers that share a store have
-no factors of their own.
+The target is a quantile: in a share q of the steps at most a share x of the rows is dropped; a
+store drops none, and there rows count that are computed again. For every step there is a smallest
+replayed factor that drops no more than x; the recommended factor is the order statistic of these
+that a share q of the steps does not exceed. "Rows" are those of one layer for a layer's factor, and
+of all layers for the factor of all. Layers that share a store have no factors of their own.
 
 The answer holds for steps like the ones in the trace. Each half of the steps is asked alone, too,
 and a warning names both if they differ by more than a tenth. What was tried for more certainty

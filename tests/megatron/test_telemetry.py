@@ -212,7 +212,7 @@ def test_scalars_have_megatrons_kind_of_names():
     store = dataclasses.replace(snapshots.training, share_rows_Y=np.array([T, T]))
     of_store = scalars(dataclasses.replace(snapshots, training=store), per_layer=True)
     names = {name.removesuffix("_layer_1") for name in of_store if name.endswith("_layer_1")}
-    left = ("dropped", "needed_factor", "expert_overload", "rank_overload")
+    left = ("dropped", "again", "needed_factor", "expert_overload")
     assert names == {f"moe/{name}" for name in left} and len(left) == 2 * tiny.TOP_K
 
 
