@@ -208,7 +208,7 @@ def draw_idea() -> Figure:
         ),
         (
             "padded_dispatch",
-            "One store of fixed size holds the real\nrows of all layers, and nothing else.",
+            "One store of fixed size holds the real\nrows of all layers. None is dropped.",
         ),
     )
     for ax, (title, text) in zip(axes, titles, strict=True):
