@@ -164,8 +164,11 @@ class DispatchConfig:
 
         Example: T=4096, K=8, E=128, factor 1.25 gives C = 320.
         """
+        return self._slots(num_tokens, self._factor)
+
+    def _slots(self, num_tokens: int, factor: float) -> int:
         require_tokens(num_tokens)
-        wanted = (num_tokens * self.top_k / self.num_experts) * self._factor
+        wanted = (num_tokens * self.top_k / self.num_experts) * factor
         slots = max(1, math.ceil(min(num_tokens, wanted)))
         step = self.alignment // math.gcd(self.alignment, self.num_sources)
         return -(-slots // step) * step
@@ -206,12 +209,14 @@ class DispatchConfig:
     def wire_slots(self, num_tokens: int) -> int:
         """Return the tokens that a source can send to one rank over collectives (P).
 
-        It is T where nothing may be dropped, otherwise at most as many as cells have slots.
+        It is T where nothing may be dropped, otherwise at most as many as cells have slots: with a
+        store those of factor 1.25 at least, since a smaller one only saves memory there.
         """
         require_tokens(num_tokens)
         if self.fits:
             return num_tokens
-        return min(num_tokens, self.num_local_experts * self.capacity(num_tokens))
+        factor = max(self._factor, _OF_STORE if self.capacity_pool == "store" else 0)
+        return min(num_tokens, self.num_local_experts * self._slots(num_tokens, factor))
 
     @property
     def _factor(self) -> float:

@@ -129,7 +129,7 @@ POOLS = pytest.mark.parametrize("capacity_pool", CAPACITY_POOLS)
         ({"etp_size": 3}, {"store": 750, "expert": 768}, 64),
         ({"num_experts": 4}, {"store": 250, "expert": 252}, 63),  # One expert a rank.
         ({"num_experts": 4, "capacity_factor": 2.0}, {"store": 400, "expert": 400}, 100),
-        ({"capacity_factor": 1e-9}, {"store": 1, "expert": 8}, 2),
+        ({"capacity_factor": 1e-9}, {"store": 1, "expert": 8}, {"store": 64, "expert": 2}),
     ],
 )
 def test_rows_by_hand(capacity_pool, changes, rows, slots):
@@ -137,7 +137,7 @@ def test_rows_by_hand(capacity_pool, changes, rows, slots):
     config = DispatchConfig(**given, capacity_pool=capacity_pool)
     assert config.share(100) == 200 * config.etp_size
     assert config.rows(100) == rows[capacity_pool]
-    assert config.wire_slots(100) == slots
+    assert config.wire_slots(100) == (slots[capacity_pool] if isinstance(slots, dict) else slots)
 
 
 def test_rows_of_a_pass_are_five_shares_the_store_or_all():

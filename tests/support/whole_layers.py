@@ -130,18 +130,24 @@ class Sizes:
         top_k, local, sources = config.top_k, config.num_local_experts, config.num_sources
         factor = config.capacity_factor
         self.drops = factor not in ("fit", math.inf)
-        capacity = num_tokens
         self.share = config.etp_size * num_tokens * top_k
         self.most = self.rows = sources * num_tokens * min(top_k, local)
         if self.drops:
-            capacity = math.ceil((num_tokens * top_k / config.num_experts) * factor)
             self.rows = min(self.most, math.ceil(self.share * factor))
         elif factor == math.inf:
             self.rows = min(self.most, math.ceil(self.share * 1.25))
-        self.capacity = max(1, min(num_tokens, capacity))
-        while self.capacity * sources % config.alignment:
-            self.capacity += 1
-        self.slots = min(num_tokens, local * self.capacity)
+
+        def capacity(factor: float) -> int:
+            wanted = num_tokens * top_k / config.num_experts * (factor if self.drops else math.inf)
+            slots = max(1, math.ceil(min(num_tokens, wanted)))
+            while slots * sources % config.alignment:
+                slots += 1
+            return slots
+
+        self.capacity = capacity(factor)
+        if self.drops and config.capacity_pool == "store":
+            factor = max(factor, 1.25)
+        self.slots = min(num_tokens, local * capacity(factor))
 
 
 def rows_on_the_wire(case: Case, layer: Layer) -> NDArray:

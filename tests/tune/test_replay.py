@@ -174,17 +174,18 @@ def test_a_trace_is_counted_by_pass_layer_and_source():
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_what_collectives_strike(policy):
-    """Four ranks of one expert: at factor 0.4, P = 3 of 9 tokens cross to each."""
+    """Four ranks of two experts: up to factor 1.25, P = 4 of 9 tokens cross to each."""
     trace = small_trace(
         steps=[0] * 4,
         layers=[1] * 4,
         ranks=[0, 1, 2, 3],
         num_tokens=9,
         num_experts=8,
-        top_k=3,
+        top_k=1,
         num_ranks=4,
         seed=2,
     )
+    trace.ids_NTK[0] = 1
     sent = strike(trace, 3, 4, policy)
     for n, ids_TK in enumerate(trace.ids_NTK):
         map_TE = (ids_TK[:, :, None] == np.arange(8)).any(1)
@@ -195,7 +196,7 @@ def test_what_collectives_strike(policy):
     assert found.configs[0].wire_slots(9) == 4
     cut = strike(trace, 4, 4, policy)
     assert 0 < cut.sum() < found.asked.sum()
-    expected = kept_in_stores(cut[0].tolist(), 0.4, num_tokens=9, top_k=3, num_ranks=4)
+    expected = kept_in_stores(cut[0].tolist(), 0.4, num_tokens=9, top_k=1, num_ranks=4)
     assert kept(found, 0) == [expected]
     assert replay(demand_of(trace), pool="store", strikes=policy).dropped[-1].sum() == 0
     with pytest.raises(ValueError, match="strikes must be None for counts without a trace, got"):
