@@ -121,10 +121,9 @@ def test_rows_without_a_slot_need_a_factor_that_has_them():
     counters.count_struck(ints(5), ints(10), shares_per_token=2)
     counters.count_struck(ints(2), ints(8), shares_per_token=2)
     assert (counters.struck.item(), counters.max_need.item()) == (7, 24)
-    factors = [rows / (2 * 12) for rows in (24, 23, 16)]
     sizes["capacity_pool"] = "expert"  # A store has slots of factor 1.25 at least.
-    slots = [DispatchConfig(**sizes, capacity_factor=f).wire_slots(12) for f in factors]
-    assert slots == [12, 12, 8]
+    configs = [DispatchConfig(**sizes, capacity_factor=rows / 24) for rows in (24, 23, 16)]
+    assert [config.wire_slots(12) for config in configs] == [12, 12, 8]
     counters.count_struck(ints(0), ints(9), shares_per_token=6)  # of three layers
     assert counters.max_need.item() == 72
 
