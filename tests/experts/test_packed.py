@@ -5,7 +5,7 @@ Ranks are threads. Unused memory is NaN: what a pass must not read would show in
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,13 +123,13 @@ def exchange_of(case: Case) -> Any:
     return Collectives(case.local_experts, group)
 
 
-def forward(model: Model, run: Any, exchange: Any, rooms: Callable[[int], TakeRoom]) -> Tensor:
+def forward(model: Model, run: Any, exchange: Any, room: TakeRoom | None = None) -> Tensor:
     case, hidden_TD = model.case, model.tokens_TD
     for number, weights in enumerate(model.weights):
         plan = make_plan(model.maps_YTE[number], top_k=2)
         wire = exchange.start(plan, hidden_TD, case.tokens)
         prob_TK = choice_probs(model.probs_YTE[number], plan.expert_TK)
-        call = Call(wire=wire, take_room=rooms(number))
+        call = Call(wire=wire, take_room=room or partial(model.store.take, [number], case.tokens))
         hidden_TD = run(hidden_TD, prob_TK, weights, case.activation, call) + hidden_TD
     return hidden_TD
 
@@ -139,9 +139,7 @@ def trained(case: Case, run: Any, dtype: torch.dtype, passes: int = 1) -> dict[s
     model, exchange = Model(case, dtype), exchange_of(case)
     out_TD = torch.empty(0)
     for _ in range(passes):
-        out_TD = forward(
-            model, run, exchange, lambda number: partial(model.store.take, [number], case.tokens)
-        )
+        out_TD = forward(model, run, exchange)
         out_TD.backward(model.grad_TD)
     assert stacks_are_empty(model.store)
     return {"out": out_TD.detach().double()} | model.gradients()
@@ -222,14 +220,9 @@ def test_direct_stores_equal_collectives_in_bits_where_a_rank_has_one_choice():
 def _trained_in_flight(case: Case, in_flight: int) -> dict[str, Tensor]:
     """Two forward passes, with one or both of them in flight, each with a backward pass."""
     model, exchange = Model(case, torch.float32), exchange_of(case)
-
-    def pass_() -> Tensor:
-        rooms = lambda number: partial(model.store.take, [number], case.tokens)  # noqa: E731
-        return forward(model, packed.run, exchange, rooms)
-
     waiting: list[Tensor] = []
     for _ in range(2):
-        waiting.append(pass_())
+        waiting.append(forward(model, packed.run, exchange))
         if len(waiting) == in_flight:
             for out_TD in waiting:
                 out_TD.backward(model.grad_TD)
@@ -253,12 +246,10 @@ def test_rooms_that_keep_nothing_compute_the_same():
     model, exchange = Model(case, torch.float32), exchange_of(case)
     given = partial(forward, model, packed.run, exchange)
     with poisoned_memory():
-        kept = given(lambda number: partial(model.store.take, [number], case.tokens))
+        kept = given()
         with torch.no_grad():
-            assert torch.equal(
-                given(lambda number: partial(scratch, case.config, case.tokens)), kept
-            )
-            assert torch.equal(given(lambda number: fitting), kept)
+            assert torch.equal(given(partial(scratch, case.config, case.tokens)), kept)
+            assert torch.equal(given(fitting), kept)
 
 
 def test_recompute_frees_what_the_first_pass_kept(monkeypatch):
@@ -273,9 +264,8 @@ def test_recompute_frees_what_the_first_pass_kept(monkeypatch):
     monkeypatch.setattr(Buffers, "empty", noted)
     for recompute in (False, True):
         model, exchange = Model(case, torch.float32), exchange_of(case)
-        run = partial(
-            forward, model, packed.run, exchange, lambda _: partial(scratch, case.config, TOKENS)
-        )
+        room = partial(scratch, case.config, TOKENS)
+        run = partial(forward, model, packed.run, exchange, room)
         with poisoned_memory():
             out_TD = checkpoint(run, use_reentrant=False) if recompute else run()
             assert isinstance(out_TD, Tensor)
@@ -301,9 +291,7 @@ def test_sizes_that_products_need(monkeypatch):
 def test_backward_runs_once():
     case = Case()
     model = Model(case, torch.float32)
-    out_TD = forward(
-        model, packed.run, exchange_of(case), lambda n: partial(model.store.take, [n], case.tokens)
-    )
+    out_TD = forward(model, packed.run, exchange_of(case))
     out_TD.sum().backward(retain_graph=True)
     with pytest.raises(ValueError, match="once per forward pass"):
         out_TD.sum().backward()
