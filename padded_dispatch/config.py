@@ -199,11 +199,10 @@ class DispatchConfig:
         Example: T=4096, K=8, E=128, R=8, factor 1.25 gives 40,960 rows, in a store and in cells.
         """
         require_tokens(num_tokens)
-        most, factor = self.most_rows(num_tokens), self._factor
+        factor = _OF_STORE if self._factor == NO_DROP else self._factor
+        most = self.most_rows(num_tokens)
         if self.capacity_pool == "expert":
             return most
-        if factor == NO_DROP:
-            factor = _OF_STORE
         return math.ceil(min(self.share(num_tokens) * factor, most))
 
     def wire_slots(self, num_tokens: int) -> int:

@@ -68,14 +68,8 @@ class _Pass(torch.autograd.Function):
         arrived = wire.open(tokens_TD.contiguous(), prob_TK.contiguous())
         room = call.take_room(arrived.count_SL)
         kept = {} if counters is None else counters.of_receiver
-        found = layout.lay_out(
-            arrived.count_SL,
-            room.top,
-            first=room.first,
-            limit=room.limit,
-            most=room.most,
-            **kept,
-        )
+        sizes = {"first": room.first, "limit": room.limit, "most": room.most}
+        found = layout.lay_out(arrived.count_SL, room.top, **sizes, **kept)
         num_experts, fc1_width, _ = fc1_LGD.shape
         segments = Segments(
             offsets=found.offsets,

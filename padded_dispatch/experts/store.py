@@ -236,14 +236,10 @@ def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Roo
     """Return the rooms of all calls of a store: what follows from configs and T."""
     num_rows = sum(config.rows(num_tokens) for config in configs)
     spills = sum(config.most_rows(num_tokens) for config in configs) > num_rows
+    most = [config.pass_rows(num_tokens, num_rows) for config in configs]
     return tuple(
-        Room(
-            limit=num_rows,
-            most=config.pass_rows(num_tokens, num_rows),
-            share=config.share(num_tokens),
-            spills=spills,
-        )
-        for config in configs
+        Room(limit=num_rows, most=n, share=config.share(num_tokens), spills=spills)
+        for config, n in zip(configs, most, strict=True)
     )
 
 
