@@ -324,10 +324,12 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             slots, direct = config.wire_slots(num_tokens), self.exchange.kind == "direct"
             kept = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)
             tokens = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30
-            drops = []
+            drops, cells = [], config.capacity_pool == "expert"
+            if cells and (capacity := config.capacity(num_tokens)) < num_tokens:
+                drops.append(f"rows of a rank for an expert past {capacity}")
             if (most := config.pass_rows(num_tokens, rows)) < config.most_rows(num_tokens):
                 drops.append(f"rows of a layer past {most}")
-            if slots < num_tokens and not direct and config.num_ranks > 1:
+            if slots < num_tokens and not (direct or cells) and config.num_ranks > 1:
                 drops.append(f"tokens from one rank to another past {slots}")
             log_once(
                 f"padded dispatch: {num_calls} layers at {num_tokens} tokens per rank share a "

@@ -120,6 +120,10 @@ def test_rows_past_a_store_are_kept_and_counted(caplog):
     assert caplog.messages[-1].endswith(
         f"dropped: rows of a layer past {rows} and tokens from one rank to another past {slots}"
     )
+    cells = dataclasses.replace(config, capacity_factor=0.25, capacity_pool="expert")
+    with caplog.at_level(logging.INFO, "padded_dispatch"):
+        dispatcher._announce(cells, many)
+    assert caplog.messages[-1].endswith("dropped: rows of a rank for an expert past 16384")
     counters = [made.token_dispatcher.counters for made in layers]
     assert [int(one.kept_E.sum()) for one in counters] == [2 * 20 * K] * 3
     assert [int(one.num_again) for one in counters] == [0, 20 * K, 2 * 20 * K]
