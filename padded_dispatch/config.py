@@ -184,12 +184,14 @@ class DispatchConfig:
             return most
         return min(most, self.num_sources * self.num_local_experts * self.capacity(num_tokens))
 
-    def pass_rows(self, num_tokens: int, num_rows: int) -> int:
-        """Return the rows that a pass has room for, whose store has M = `num_rows` (N)."""
+    def least_rows(self, num_tokens: int) -> int:
+        """Return the rows that a store has at least: any one pass has room for as many."""
         most = self.most_rows(num_tokens)
-        if self.capacity_factor == NO_DROP:
-            return most
-        return min(most, max(num_rows, 5 * self.share(num_tokens)))
+        return most if self.capacity_factor == NO_DROP else min(most, 5 * self.share(num_tokens))
+
+    def store_rows(self, num_tokens: int, num_layers: int) -> int:
+        """Return the rows of a store of layers that are alike (M)."""
+        return max(num_layers * self.rows(num_tokens), self.least_rows(num_tokens))
 
     def rows(self, num_tokens: int) -> int:
         """Return the rows for which one rank has room, of a pass.

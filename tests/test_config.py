@@ -140,16 +140,16 @@ def test_rows_by_hand(capacity_pool, changes, rows, slots):
     assert config.wire_slots(100) == (slots[capacity_pool] if isinstance(slots, dict) else slots)
 
 
-def test_rows_of_a_pass_are_five_shares_the_store_or_all():
+def test_a_store_has_all_rows_of_a_layer_or_five_shares():
     config = DispatchConfig(**{**GOOD, "num_ranks": 8, "num_experts": 8}, capacity_pool="store")
     assert config.most_rows(100) == 8 * 100
-    found = [config.pass_rows(100, num_rows) for num_rows in (1, 1100, 9999)]
     never = dataclasses.replace(config, capacity_factor=NO_DROP)
-    assert [*found, never.pass_rows(100, 1)] == [800, 800, 800, 800]
+    assert config.least_rows(100) == never.least_rows(100) == 800
+    assert [config.store_rows(100, layers) for layers in (1, 3, 4)] == [800, 800, 1000]
     wide = dataclasses.replace(config, num_ranks=16, num_experts=32)
-    found = [wide.pass_rows(100, num_rows) for num_rows in (1, 1100, 9999)]
     never = dataclasses.replace(wide, capacity_factor=NO_DROP)
-    assert [*found, never.pass_rows(100, 1)] == [1000, 1100, 3200, 3200]
+    assert (wide.least_rows(100), never.least_rows(100)) == (1000, 3200)
+    assert [wide.store_rows(100, layers) for layers in (1, 4, 5)] == [1000, 1000, 1250]
 
 
 @POOLS

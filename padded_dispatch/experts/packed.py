@@ -1,14 +1,14 @@
 """The pass of a layer on a GPU: one autograd function from tokens to tokens.
 
     forward    open, lay out, spread, fc1, activation, fc2 with rows sent home, sum
-    backward   spread and fc1 of rows that did not stay; push, spread, fc2's gradients,
+    backward   spread and fc1 of rows that were overwritten; push, spread, fc2's gradients,
                activation's, fc1's with rows sent home, sum, spread, fc1's weight's
 
-Fc1's results lie in the store until backward, as far as it has room. A pass keeps the tokens that
-arrived in place of their rows, which backward spreads again. Fc2's input is computed again by the
-kernel of the activation's gradient, which overwrites fc1's results. So backward runs once per
-forward pass. Products in e4m3 read rows that are quantized where they are made, and kept for that
-product only.
+Fc1's results lie in the store until backward, or until a pass needs the room. A pass keeps the
+tokens that arrived in place of their rows, which backward spreads again. Fc2's input is computed
+again by the kernel of the activation's gradient, which overwrites fc1's results. So backward runs
+once per forward pass. Products in e4m3 read rows that are quantized where they are made, and kept
+for that product only.
 
 Pushes and returns alternate (`exchange.direct` says why), so backward always brings gradients home,
 wanted or not.
@@ -68,7 +68,7 @@ class _Pass(torch.autograd.Function):
         arrived = wire.open(tokens_TD.contiguous(), prob_TK.contiguous())
         room = call.take_room(arrived.count_SL)
         kept = {} if counters is None else counters.of_receiver
-        sizes = {"first": room.first, "limit": room.limit, "most": room.most}
+        sizes = {"first": room.first, "limit": room.limit}
         found = layout.lay_out(arrived.count_SL, room.top, **sizes, **kept)
         num_experts, fc1_width, _ = fc1_LGD.shape
         segments = Segments(
@@ -126,8 +126,10 @@ class _Pass(torch.autograd.Function):
         wire, segments, row_SPK = kept.wire, kept.segments, kept.row_SPK
         weights, forms, num_rows = ctx.weights, ctx.weights.scaled, segments.num_rows
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
-        if kept.room.spills:  # Later passes have written there since.
-            again = dataclasses.replace(segments, offsets=kept.found.again)
+        if kept.room.overwritten:
+            assert kept.room.top is not None
+            stale = torch.maximum(kept.found.offsets, kept.room.top[2])
+            again = dataclasses.replace(segments, offsets=stale)
             again = dataclasses.replace(again, tiles=gemm.row_tiles(again))
             buffers = Buffers(fc1_MG=fc1_MG, prob_M=prob_M, home_M=home_M)
             given = came, row_SPK, prob_SPK, again, buffers
@@ -166,7 +168,7 @@ class _Pass(torch.autograd.Function):
             rows_ND = rows.spread_rows(**vars(came), row_SPK=row_SPK, segments=segments)
             grad_fc1 = _weight_gradient(grad_fc1_MG, rows_ND, segments, True, weights.fc1_sums)
         if kept.room.top is not None:  # That was the last use of the rows.
-            layout.release(kept.room.top, kept.found, kept.room.limit)
+            layout.release(kept.room.top, kept.found)
         kept.room.close()
         grads = grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias
         return grad_TD, grad_TK, *grads, None, None, None

@@ -40,36 +40,40 @@ def store_offsets(
 
     Rule, arguments, results and example: see `kernels.layout`.
     """
-    base, asked = (0, 0) if room.first or room.top is None else room.top.tolist()
+    in_use, asked, low = 0, 0, room.limit
+    if room.top is not None and not room.first:
+        in_use, asked, low = room.top.tolist()
     total, level = int(count_SL.sum()), NO_LEVEL
-    if total > room.most:
+    if total > room.limit:
         level, above = 0, int(count_SL.max())  # With `above` they do not fit.
         while above - level > 1:
             middle = (level + above) // 2
-            fits = int(count_SL.clamp(max=middle).sum()) <= room.most
+            fits = int(count_SL.clamp(max=middle).sum()) <= room.limit
             level, above = (middle, above) if fits else (level, middle)
     kept_LS = count_SL.T.clamp(max=level)
+    num_rows = int(kept_LS.sum())
+    base = min(in_use, room.limit - num_rows)
     ends = base + kept_LS.flatten().cumsum(0, dtype=torch.int32)
     offsets = torch.cat([ends.new_full((1,), base), ends])
     if room.top is not None:
-        in_use = offsets[-1].clamp(max=room.limit)
-        room.top.copy_(torch.stack([in_use, offsets.new_tensor(asked + total)]))
+        low = min(low, base) if base < in_use else low
+        room.top.copy_(torch.tensor([base + num_rows, asked + total, low]))
     if kept_L is not None:
         kept_L += kept_LS.sum(1)
     if idle is not None:
         idle += total == 0
     if num_again is not None:
-        num_again += offsets[-1].clamp(min=room.limit) - offsets[0].clamp(min=room.limit)
+        num_again += in_use - base
     if max_need is not None:
         max_need.clamp_(min=asked + total)
-    return offsets, offsets.new_tensor([level]), offsets.new_tensor([asked])
+    return offsets, offsets.new_tensor([level]), offsets.new_tensor([in_use, asked])
 
 
-def release(top: Tensor, offsets: Tensor, before: Tensor, limit: int) -> None:
+def release(top: Tensor, offsets: Tensor, before: Tensor) -> None:
     """Give the rows of a pass back, as `kernels.layout.release` does; raise if they were before."""
-    if top[0] < offsets[-1].clamp(max=limit):
+    if top[0] < offsets[-1]:
         raise RuntimeError("rows of a store were given back before their last use")
-    top.copy_(torch.stack([offsets[0], before[0]]))
+    top[:2] = before
 
 
 def rows_of_choices(
@@ -220,6 +224,6 @@ class _Release(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_SPD):  # pyright: ignore[reportIncompatibleMethodOverride]
         room, offsets, before = ctx.given
-        release(room.top, offsets, before, room.limit)
+        release(room.top, offsets, before)
         room.close()
         return grad_SPD, None, None, None

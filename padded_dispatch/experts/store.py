@@ -3,15 +3,14 @@
 Demand of a single layer varies widely, that of all layers together little. So the layers of a chunk
 share one store for each micro-batch in flight, used as a stack, for what backward needs:
 
-    M      sum of `DispatchConfig.rows(T)` over the calls that keep rows
-    top    rows that stay, on the device
-    forward of call i     base = top (0 for the first), rows from base on, top = min(base + n, M)
-    backward of call i    behind its last use of the rows, top = base
+    M      sum of `DispatchConfig.rows(T)` over the calls that keep rows, or N if that is more
+    top    rows in use, on the device
+    forward of call i     base = top (0 for the first), rows from base on, top = base + n
+    backward of call i    behind its last use of the rows, top is what it was
 
-Behind M there is room for the rows of one call, if M cannot hold all. Rows there do not stay: the
-next call overwrites them, and backward computes them again from the tokens, which every pass keeps.
-So nothing is lost where the store is full. A call has at most N rows; what exceeds them is cut by a
-water level (`kernels.layout`), which needs more than five ranks.
+A call that finds the store full writes over the last rows of the calls before it. Backward computes
+those again from the tokens, which every pass keeps, so nothing is lost. A call has at most N rows;
+what exceeds them is cut by a water level (`kernels.layout`), which needs more than five ranks.
 
 Base and top never reach the host. It mirrors which calls have rows in which stack: a call takes the
 stack that an earlier call of its pass used last, else one without rows, whose first call starts at
@@ -80,7 +79,7 @@ class _Stack:
     """Rows of one micro-batch.
 
     Attributes:
-        num_rows: see `Store.size`.
+        num_rows: M, or more.
         top: see `Room.top`.
         captured: whether a CUDA graph uses it.
         entries: marks of passes, those of the last calls last.
@@ -99,12 +98,15 @@ class _Stack:
 
     @property
     def last(self) -> int:
-        """Number of the last call with rows here; -1 if there is none."""
-        while self.entries:
-            if (entry := self.entries[-1]()) is not None:
-                return entry.number
-            self.entries.pop()
-        return -1
+        """Number of the last call with rows here; -1 if there is none.
+
+        Where that pass broke off no call may follow: its rows would lie behind rows of the dead.
+        """
+        if not any(entry() for entry in self.entries):
+            self.entries.clear()
+            return -1
+        last = self.entries[-1]()
+        return len(self.rooms) if last is None else last.number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +114,9 @@ class Room:
     """The room of one pass of one layer.
 
     Attributes:
-        top, first, limit, most: see `kernels.layout.lay_out`.
-        spills: whether rows may come that do not stay.
+        top, first, limit: see `kernels.layout.lay_out`.
+        most: N.
+        overwritten: whether calls that follow may overwrite rows.
         share: rows of this pass in perfect balance.
         stack: whose rows they are; None where nothing stays.
         entry: the mark on it, which lives until backward is done.
@@ -124,7 +127,7 @@ class Room:
     share: int
     top: Tensor | None = None
     first: bool = True
-    spills: bool = False
+    overwritten: bool = False
     stack: _Stack | None = None
     entry: Entry | None = field(default=None, repr=False)
 
@@ -171,11 +174,7 @@ class Store:
 
     def num_rows(self, num_tokens: int) -> int:
         """Return M for T tokens on this rank."""
-        return sum(config().rows(num_tokens) for config in self._configs)
-
-    def size(self, num_tokens: int) -> int:
-        """Return the rows that a stack has memory for: M, and those of a call that spill."""
-        return _size(_rooms_of(tuple(map(call, self._configs)), num_tokens))
+        return _rooms_of(tuple(map(call, self._configs)), num_tokens)[0].limit
 
     def num_shares(self, num_tokens: int) -> int:
         """Return the rows of all calls in perfect balance, relative to which a factor is."""
@@ -210,7 +209,7 @@ class Store:
     def _begin(self, num_tokens: int, captures: bool, device: torch.device) -> _Stack:
         """Return a stack without rows for a pass that begins, out of the list of all."""
         rooms = _rooms_of(tuple(map(call, self._configs)), num_tokens)
-        num_rows, found = _size(rooms), None
+        num_rows, found = rooms[0].limit, None
         # A capture may also take over what eager passes have left.
         for stack in sorted(self._stacks, key=attrgetter("captured")):
             if stack.last < 0 and stack.captured <= captures:
@@ -219,7 +218,7 @@ class Store:
                 elif not stack.captured:
                     self._stacks.remove(stack)
         if found is None:
-            top = torch.empty(2, dtype=torch.int32, device=device)  # The first call sets it.
+            top = torch.empty(3, dtype=torch.int32, device=device)  # The first call sets it.
             found = _Stack(num_rows=num_rows, top=top)
         else:
             self._stacks.remove(found)
@@ -235,21 +234,21 @@ class Store:
 def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Room, ...]:
     """Return the rooms of all calls of a store: what follows from configs and T."""
     num_rows = sum(config.rows(num_tokens) for config in configs)
-    spills = sum(config.most_rows(num_tokens) for config in configs) > num_rows
-    most = [config.pass_rows(num_tokens, num_rows) for config in configs]
-    return tuple(
-        Room(limit=num_rows, most=n, share=config.share(num_tokens), spills=spills)
-        for config, n in zip(configs, most, strict=True)
-    )
-
-
-def _size(rooms: tuple[Room, ...]) -> int:
-    return rooms[0].limit + max(room.most * room.spills for room in rooms)
+    limit = max(num_rows, *(config.least_rows(num_tokens) for config in configs))
+    most = [min(config.most_rows(num_tokens), limit) for config in configs]
+    rooms = []
+    for i, config in enumerate(configs):
+        # Where its rows end at most, and where those of calls behind it begin at least.
+        meet = sum(most[: i + 1]) > limit - max(most[i + 1 :], default=0)
+        overwritten = meet and i + 1 < len(configs)
+        share = config.share(num_tokens)
+        rooms.append(Room(limit=limit, most=most[i], share=share, overwritten=overwritten))
+    return tuple(rooms)
 
 
 def scratch(config: DispatchConfig, num_tokens: int, count_SL: Tensor) -> Room:
     """Return a room that keeps nothing, of a size that follows from the config and T."""
-    num_rows = config.pass_rows(num_tokens, config.rows(num_tokens))
+    num_rows = config.store_rows(num_tokens, 1)
     return Room(limit=num_rows, most=num_rows, share=config.share(num_tokens))
 
 

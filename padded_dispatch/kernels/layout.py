@@ -1,12 +1,14 @@
 """Offsets of the rows of a pass in a store, by its rule, in one launch; and their release.
 
-    base = 0 for the first pass of a stack, else top
-    n    = all rows, if they are at most N; else by a water level: each (expert, source) keeps its
-           first w rows, for the largest w with which there are at most N, so that none starves
-    top  = min(base + n, M)
+    n    = all rows, if they are at most M; else by a water level: each (expert, source) keeps its
+           first w rows, for the largest w with which there are at most M, so that none starves
+    base = 0 for the first pass of a stack, else min(top, M - n)
+    low  = M for the first pass; min(low, base) where base is below top
+    top  = base + n
 
-Rows from M on do not stay: the passes that follow write there, too, and backward computes them
-again. All of it stays on the device. `padded_dispatch.experts.plain` has the rule in plain torch.
+So a pass that finds no room overwrites the last rows of those before it. Backward computes rows
+from `low` on again. All of it stays on the device. `padded_dispatch.experts.plain` has the rule in
+plain torch.
 """
 
 from dataclasses import dataclass
@@ -24,13 +26,11 @@ class Offsets:
 
     Attributes:
         offsets: [L * S + 1], where the rows of each (expert, source) begin; the last is their end.
-        again: likewise of the rows that do not stay.
         level: [1], the place from which on rows have no room.
-        before: [1], what `top[1]` was.
+        before: [2], the first two numbers of `top` as they were.
     """
 
     offsets: Tensor
-    again: Tensor
     level: Tensor
     before: Tensor
 
@@ -41,7 +41,6 @@ def lay_out(
     *,
     first: bool,
     limit: int,
-    most: int,
     kept_L: Tensor | None = None,
     idle: Tensor | None = None,
     num_again: Tensor | None = None,
@@ -51,23 +50,22 @@ def lay_out(
 
     Args:
         count_SL: contiguous int32, rows of every (source, local expert).
-        top: int32 [2], rows that stay, and rows that would if all had room; changed in place. None:
-            rows begin at 0, and nothing stays.
+        top: int32 [3], rows in use, rows that would be if all had room, and `low`; changed in
+            place. None: rows begin at 0, and nothing stays.
         first: rows begin at 0, whatever `top` says.
         limit: M.
-        most: N.
         kept_L: int64, to which the rows of each local expert are added; None counts nothing.
         idle: int64 [1], to which 1 is added if no row came; likewise.
-        num_again: int64 [1], to which the rows that do not stay are added; likewise.
+        num_again: int64 [1], to which the rows that are overwritten are added; likewise.
         max_need: int64 [1], raised to the rows that would have held this pass and those before it.
 
-    Example: `count = [[3, 1], [2, 0]]`, `top = [4, 4]`, M = 6 and N = 4: 6 rows, hence w = 1,
-    offsets `[4, 5, 6, 7, 7]` in the order of expert, then source; again `[6, 6, 6, 7, 7]`; `top =
-    [6, 10]`.
+    Example: `count = [[3, 1], [2, 0]]`, `top = [4, 4, 7]` and M = 7: 6 rows, offsets `[1, 4, 6, 7,
+    7]` in the order of expert, then source; `top = [7, 10, 1]`. With M = 5 w is 2, 5 rows have
+    room, offsets are `[0, 2, 4, 5, 5]`.
     """
     num_sources, num_experts = count_SL.shape
     num_cells = num_sources * num_experts
-    out = count_SL.new_empty(2 * num_cells + 4)
+    out = count_SL.new_empty(num_cells + 4)
     _lay_out_kernel[(1,)](
         count_SL,
         top,
@@ -79,14 +77,13 @@ def lay_out(
         num_sources,
         num_experts,
         limit,
-        most,
         FIRST=first,
         L_BLOCK=triton.next_power_of_2(num_experts),
         S_BLOCK=triton.next_power_of_2(num_sources),
         num_warps=4,
     )
-    offsets, again, level, before = out.split([num_cells + 1, num_cells + 1, 1, 1])
-    return Offsets(offsets=offsets, again=again, level=level, before=before)
+    offsets, level, before = out.split([num_cells + 1, 1, 2])
+    return Offsets(offsets=offsets, level=level, before=before)
 
 
 @triton.jit
@@ -101,7 +98,6 @@ def _lay_out_kernel(
     num_sources,
     num_experts,
     limit,
-    most,
     FIRST: tl.constexpr,
     L_BLOCK: tl.constexpr,
     S_BLOCK: tl.constexpr,
@@ -111,32 +107,34 @@ def _lay_out_kernel(
     valid = (local < num_experts) & (s < num_sources)
     count = tl.load(count_of + s * num_experts + local, mask=valid, other=0)
     total = tl.sum(count)
-    base, asked = 0, 0
+    in_use, asked, low = 0, 0, limit
     if top is not None and not FIRST:
-        base = tl.load(top)
+        in_use = tl.load(top)
         asked = tl.load(top + 1)
+        low = tl.load(top + 2)
     level = tl.zeros((), dtype=tl.int32) + _NO_LEVEL
-    if total > most:
+    if total > limit:
         level = tl.zeros((), dtype=tl.int32)
         for i in tl.static_range(24):  # A source has less than 2**24 tokens.
             higher = level + (1 << (23 - i))
-            fits = tl.sum(tl.minimum(count, higher)) <= most
+            fits = tl.sum(tl.minimum(count, higher)) <= limit
             level = tl.where(fits, higher, level)
     kept = tl.minimum(count, level)
     of_expert = tl.sum(kept, 1)
+    num_rows = tl.sum(of_expert, 0)
+    base = tl.minimum(in_use, limit - num_rows)
     before = tl.cumsum(of_expert, 0) - of_expert
     end = base + before[:, None] + tl.cumsum(kept, 1)
-    num_cells = num_experts * num_sources
-    again = out + num_cells + 1
-    tl.store(out + 1 + local * num_sources + s, end, mask=valid)
-    tl.store(again + 1 + local * num_sources + s, tl.maximum(end, limit), mask=valid)
     tl.store(out, base)
-    tl.store(again, tl.maximum(base, limit))
-    tl.store(again + num_cells + 1, level)
-    tl.store(again + num_cells + 2, asked)
+    tl.store(out + 1 + local * num_sources + s, end, mask=valid)
+    behind = out + num_experts * num_sources + 1
+    tl.store(behind, level)
+    tl.store(behind + 1, in_use)
+    tl.store(behind + 2, asked)
     if top is not None:
-        tl.store(top, tl.minimum(base + tl.sum(of_expert, 0), limit))
+        tl.store(top, base + num_rows)
         tl.store(top + 1, asked + total)
+        tl.store(top + 2, tl.where(base < in_use, tl.minimum(low, base), low))
     if kept_of is not None:
         e = tl.arange(0, L_BLOCK)
         counted = tl.load(kept_of + e, mask=e < num_experts, other=0)
@@ -144,27 +142,26 @@ def _lay_out_kernel(
     if idle is not None:
         tl.store(idle, tl.load(idle) + (total == 0).to(tl.int64))
     if num_again is not None:
-        past = tl.maximum(base + tl.sum(of_expert, 0), limit) - tl.maximum(base, limit)
-        tl.store(num_again, tl.load(num_again) + past.to(tl.int64))
+        tl.store(num_again, tl.load(num_again) + (in_use - base).to(tl.int64))
     if max_need is not None:
         tl.store(max_need, tl.maximum(tl.load(max_need), (asked + total).to(tl.int64)))
 
 
-def release(top: Tensor, offsets: Offsets, limit: int) -> None:
-    """Give the rows of a pass back, behind their last use. `limit`: M.
+def release(top: Tensor, offsets: Offsets) -> None:
+    """Give the rows of a pass back, behind their last use.
 
     The device fails if the rows were given back before: backward passes of a stack must come in
     reverse order, each once.
 
-    Example: behind that of `lay_out`, `top` is `[4, 4]` again.
+    Example: behind that of `lay_out`, `top` is `[4, 4, 1]`.
     """
     last = offsets.offsets.numel() - 1
-    _release_kernel[(1,)](top, offsets.offsets, last, offsets.before, limit, debug=True)
+    _release_kernel[(1,)](top, offsets.offsets, last, offsets.before, debug=True)
 
 
 @triton.jit
-def _release_kernel(top, offsets, last, before, limit):
-    in_use, end = tl.load(top), tl.minimum(tl.load(offsets + last), limit)
+def _release_kernel(top, offsets, last, before):
+    in_use, end = tl.load(top), tl.load(offsets + last)
     tl.device_assert(in_use >= end, "rows of a store were given back before their last use")
-    tl.store(top, tl.load(offsets))
-    tl.store(top + 1, tl.load(before))
+    tl.store(top, tl.load(before))
+    tl.store(top + 1, tl.load(before + 1))

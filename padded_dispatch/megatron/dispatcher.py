@@ -320,15 +320,15 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             num_tokens, num_calls = len(tokens_TD), self._chunk.num_calls
             rows, itemsize = self.store.num_rows(num_tokens), tokens_TD.element_size()
             width = self.experts.linear_fc1.weight.shape[1]
-            size = Buffers.num_bytes(self.store.size(num_tokens), width, itemsize) / 2**30
+            size = Buffers.num_bytes(rows, width, itemsize) / 2**30
             slots, direct = config.wire_slots(num_tokens), self.exchange.kind == "direct"
             kept = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)
             tokens = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30
             drops, cells = [], config.capacity_pool == "expert"
             if cells and (capacity := config.capacity(num_tokens)) < num_tokens:
                 drops.append(f"rows of a rank for an expert past {capacity}")
-            if (most := config.pass_rows(num_tokens, rows)) < config.most_rows(num_tokens):
-                drops.append(f"rows of a layer past {most}")
+            if rows < config.most_rows(num_tokens):
+                drops.append(f"rows of a layer past {rows}")
             if slots < num_tokens and not (direct or cells) and config.num_ranks > 1:
                 drops.append(f"tokens from one rank to another past {slots}")
             log_once(

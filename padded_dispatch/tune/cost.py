@@ -48,10 +48,10 @@ class LayerSizes:
 def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> int:
     """Return the bytes that packed experts of all layers keep for backward of a micro-batch.
 
-    Of each row, fc1's result (2F), a probability and a home, and room for those of a layer that
-    spill; of each choice of each source its row and its probability; the tokens that arrived (D),
-    as direct stores keep them with up to 8 ranks that each have whole experts, else as collectives
-    do. Recomputation, which would keep less, is not considered.
+    Of each row, fc1's result (2F), a probability and a home; of each choice of each source its row
+    and its probability; the tokens that arrived (D), as direct stores keep them with up to 8 ranks
+    that each have whole experts, else as collectives do. Recomputation, which would keep less, is
+    not considered.
 
     Args:
         config: with the factor.
@@ -59,13 +59,10 @@ def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> in
         sizes: of the layer.
 
     Example: T = 4,096, K = 8, E = 128, R = 8, D = 2,048, F = 768 in bf16 at factor 1.25: 40,960
-    rows of 3,084 bytes, 262,144 choices of 8 and 28,672 tokens of 4,096, 245.9 MB for each layer,
-    and with 12 layers in a store 262,144 rows that may spill, 808 MB.
+    rows of 3,084 bytes, 262,144 choices of 8 and 28,672 tokens of 4,096, 245.9 MB for each layer.
     """
     width = 2 * sizes.ffn_size / config.etp_size
-    rows = sizes.num_layers * config.rows(num_tokens)
-    if sizes.num_layers * config.most_rows(num_tokens) > rows:
-        rows += config.pass_rows(num_tokens, rows)
+    rows = config.store_rows(num_tokens, sizes.num_layers)
     choices = 8 * config.num_sources * num_tokens * config.top_k
     direct, slots = config.etp_size == 1 and config.num_sources <= 8, config.wire_slots(num_tokens)
     tokens = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)

@@ -114,7 +114,7 @@ def replay(
         counts, num_slots = demand.counts, config.wire_slots(demand.num_tokens)
         if strikes and trace and num_slots < demand.num_tokens:
             counts = strike(trace, num_slots, config.num_ranks, strikes)
-        room.append(config.rows(demand.num_tokens) * store_layers)
+        room.append(config.store_rows(demand.num_tokens, store_layers))
         rows = _by_rank(counts, config)
         in_use = [np.minimum(rows[:, stack].cumsum(1), room[-1]) for stack in stacks]
         stays = [np.diff(tops, axis=1, prepend=0).sum(2) for tops in in_use]

@@ -27,44 +27,43 @@ def offsets_of(count: list[list[int]], **room: Any) -> tuple[Any, ...]:
 
 
 def test_a_store_by_hand():
-    """The example of the docstring: at most 4 of 6 rows, so each (expert, source) keeps one."""
-    top = torch.tensor([4, 4], dtype=torch.int32)
-    found = offsets_of([[3, 1], [2, 0]], top=top, first=False, limit=6, most=4)
-    assert found == ([4, 5, 6, 7, 7], [1], [4])
-    assert top.tolist() == [6, 10]
+    """The example of the docstring: 6 rows of 7 overwrite 3 of those before."""
+    top = torch.tensor([4, 4, 7], dtype=torch.int32)
+    found = offsets_of([[3, 1], [2, 0]], top=top, first=False, limit=7)
+    assert found == ([1, 4, 6, 7, 7], [plain.NO_LEVEL], [4, 4])
+    assert top.tolist() == [7, 10, 1]
     offsets, _, before = (torch.tensor(values, dtype=torch.int32) for values in found)
-    plain.release(top, offsets, before, 6)
-    assert top.tolist() == [4, 4]
+    plain.release(top, offsets, before)
+    assert top.tolist() == [4, 4, 1]
 
 
 @pytest.mark.parametrize(
-    ("room", "offsets", "level"),
+    ("limit", "offsets", "level"),
     [
-        (dict(most=6, limit=1), [0, 3, 5, 6, 6], plain.NO_LEVEL),  # Exactly, whatever stays.
-        (dict(most=5), [0, 2, 4, 5, 5], 2),  # One row less.
-        (dict(most=4), [0, 1, 2, 3, 3], 1),
-        (dict(most=2), [0, 0, 0, 0, 0], 0),  # Three have rows, but only two find room.
+        (6, [0, 3, 5, 6, 6], plain.NO_LEVEL),  # Exactly.
+        (5, [0, 2, 4, 5, 5], 2),  # One row less.
+        (4, [0, 1, 2, 3, 3], 1),
+        (2, [0, 0, 0, 0, 0], 0),  # Three have rows, but only two find room.
     ],
-    ids=str,
 )
-def test_a_water_level(room, offsets, level):
-    assert offsets_of([[3, 1], [2, 0]], **room) == (offsets, [level], [0])
+def test_a_water_level(limit, offsets, level):
+    assert offsets_of([[3, 1], [2, 0]], limit=limit) == (offsets, [level], [0, 0])
 
 
 def test_the_first_pass_clears_what_broke_off():
-    top = torch.tensor([90, 120], dtype=torch.int32)
-    assert offsets_of([[3], [2]], top=top, first=True) == ([0, 3, 5], [plain.NO_LEVEL], [0])
-    assert top.tolist() == [5, 5]
+    top = torch.tensor([90, 120, 30], dtype=torch.int32)
+    assert offsets_of([[3], [2]], top=top, first=True) == ([0, 3, 5], [plain.NO_LEVEL], [0, 0])
+    assert top.tolist() == [5, 5, 100]
 
 
 def test_rows_are_given_back_in_reverse_order():
-    top, count = torch.zeros(2, dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)
+    top, count = torch.zeros(3, dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)
     first = plain.store_offsets(count, Room(limit=9, most=9, share=1, top=top, first=True))
     second = plain.store_offsets(count, Room(limit=9, most=9, share=1, top=top, first=False))
-    plain.release(top, first[0], first[2], 9)
-    for top_2, offsets in ((top, second[0]), (torch.tensor([4, 9]), torch.tensor([2, 3, 5]))):
+    plain.release(top, first[0], first[2])
+    for top_3, offsets in ((top, second[0]), (torch.tensor([4, 9, 9]), torch.tensor([2, 3, 5]))):
         with pytest.raises(RuntimeError, match="given back before their last use"):
-            plain.release(top_2, offsets, second[2], 9)
+            plain.release(top_3, offsets, second[2])
 
 
 def test_rows_of_choices_of_one_expert():
@@ -78,40 +77,39 @@ def test_rows_of_choices_of_one_expert():
 def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
     generator = np.random.default_rng(seed)
     sources, experts = generator.integers(1, [9, 18])
-    rows, most = int(generator.integers(0, 200)), generator.integers(1, 60, 5)
-    store = reference.Store(rows, most.tolist())
-    top = torch.zeros(2, dtype=torch.int32)
+    rows = int(generator.integers(1, 200))
+    store = reference.Store(rows)
+    top = torch.zeros(3, dtype=torch.int32)
     counted = {name: torch.zeros(1, dtype=torch.int64) for name in NUMBERS}
     counted["kept_L"] = torch.zeros(int(experts), dtype=torch.int64)
     there_top, there = here(top.clone()), {name: here(v.clone()) for name, v in counted.items()}
     total_L, num_idle, passes = np.zeros(experts, int), 0, []
     for layer in range(5):
         count_SL = generator.integers(0, generator.integers(1, 9), (sources, experts))
-        used, level = store.tops[-1], store.keep(count_SL)
+        level = store.keep(count_SL)
         kept_SL = np.minimum(count_SL, level).astype(int)
-        sizes = dict(limit=rows, most=int(most[layer]))
-        room = Room(**sizes, share=1, top=top, first=layer == 0)
+        first = layer == 0
+        room = Room(limit=rows, most=rows, share=1, top=top, first=first)
         given = torch.from_numpy(count_SL).to(torch.int32)
         found = plain.store_offsets(given, room, **counted)
-        in_kernel = layout.lay_out(here(given), there_top, first=layer == 0, **sizes, **there)
+        in_kernel = layout.lay_out(here(given), there_top, first=first, limit=rows, **there)
         passes.append((found, in_kernel))
-        wanted = used + np.concatenate([[0], kept_SL.T.flatten().cumsum()])
+        wanted = store.base_Y[-1] + np.concatenate([[0], kept_SL.T.flatten().cumsum()])
         assert found[0].tolist() == wanted.tolist()
         assert found[1].item() == min(level, plain.NO_LEVEL)
-        assert top.tolist() == [store.tops[-1], sum(store.asked_Y)]
+        assert top.tolist() == [store.top, sum(store.asked_Y), store.low]
         total_L, num_idle = total_L + kept_SL.sum(0), num_idle + (count_SL.sum() == 0)
         assert counted["kept_L"].tolist() == total_L.tolist()
         assert (counted["idle"].item(), counted["max_need"].item()) == (num_idle, store.need)
-        assert counted["num_again"].item() == sum(store.kept_Y) - store.tops[-1]
-        assert in_kernel.again.tolist() == np.maximum(wanted, rows).tolist()
+        assert counted["num_again"].item() == sum(store.again_Y)
         kernel = in_kernel.offsets, in_kernel.level, in_kernel.before
         equal(*zip(found, kernel, strict=True), (top, there_top))
         equal(*((value, there[name]) for name, value in counted.items()))
     for (offsets, _, before), in_kernel in reversed(passes):
-        plain.release(top, offsets, before, rows)
-        layout.release(there_top, in_kernel, rows)
+        plain.release(top, offsets, before)
+        layout.release(there_top, in_kernel)
         equal((top, there_top))
-    assert top.tolist() == [0, 0]
+    assert top.tolist() == [0, 0, store.low]
 
 
 # One rank, one layer: where gradients of weights go, and dtypes.

@@ -3,17 +3,16 @@
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig
+from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.experts import store as module
 from padded_dispatch.experts.store import Buffers, Room, Store, fitting, scratch
 
 COUNT = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
 
 
-def config(factor: float = 1.5, top_k: int = 2) -> DispatchConfig:
-    return DispatchConfig(
-        num_experts=8, top_k=top_k, capacity_factor=factor, capacity_pool="store", num_ranks=4
-    )
+def config(factor: float = 1.5, **changes: int) -> DispatchConfig:
+    sizes = {"num_experts": 8, "top_k": 2, "num_ranks": 4, **changes}
+    return DispatchConfig(capacity_factor=factor, capacity_pool="store", **sizes)
 
 
 def make_store(*factors: float) -> Store:
@@ -29,14 +28,28 @@ def take(store: Store, *numbers: int, num_tokens: int = 10) -> Room:
 
 def test_sizes():
     """Balanced: 10 tokens with 2 experts each are 20 rows on each of 4 ranks."""
-    store = make_store(1.5, 0.5, 2.0)
-    assert store.num_rows(10) == 30 + 10 + 40
+    store = make_store(1.5, 0.5, 2.5)
+    assert store.num_rows(10) == 30 + 10 + 50
     assert store.num_shares(10) == 60
-    first, second, third = (take(store, number) for number in range(3))
-    assert {room.limit for room in (first, second, third)} == {80}
+    rooms = [take(store, number) for number in range(3)]
     # All tokens of 4 ranks may have both experts here: 80 rows.
-    assert store.size(10) == 160
-    assert {room.most for room in (first, second, third)} == {80}
+    assert {(room.limit, room.most) for room in rooms} == {(90, 80)}
+    assert [room.overwritten for room in rooms] == [True, True, False]  # Nothing follows the last.
+    # Of 243 rows calls of 80 begin at 163 or behind, where two of them have ended.
+    rooms = [take(make_store(*[4.0] * 3 + [0.0001] * 3), number) for number in range(6)]
+    assert [room.overwritten for room in rooms] == [False, False, True, True, True, False]
+    assert make_store(0.5, 1.0).num_rows(10) == 80  # At least those of a layer,
+    room = take(make_store(0.5), 0)  # which is all where there is one.
+    assert (room.limit, room.most, room.overwritten) == (80, 80, False)
+
+
+def test_a_layer_without_a_limit_makes_room_for_others():
+    store = Store()
+    for factor, ranks in ((1.0, 16), (NO_DROP, 16)):
+        one = config(factor, num_ranks=ranks, num_experts=32)
+        store.add(lambda one=one: one)
+    rooms = [take(store, number) for number in range(2)]
+    assert {(room.limit, room.most) for room in rooms} == {(320, 320)}  # Not 5 * 20.
 
 
 def test_most_rows_of_a_pass_are_five_shares_or_the_store():
@@ -82,9 +95,9 @@ def test_forward_passes_beside_backward_passes_of_another_micro_batch():
     late = take(store, 0)
     early[2].close()
     early[1].close()
-    assert take(store, 1).stack is late.stack
+    later = take(store, 1)
     early[0].close()
-    assert take(store, 2).stack is late.stack
+    assert take(store, 2).stack is later.stack is late.stack
 
 
 def test_a_pass_that_broke_off_gives_its_stack_back():
@@ -92,6 +105,15 @@ def test_a_pass_that_broke_off_gives_its_stack_back():
     broken = take(store, 0).stack  # Its mark dies at once.
     room = take(store, 0)
     assert room.stack is broken and room.first
+
+
+def test_no_call_follows_one_that_broke_off():
+    """Its rows would lie behind rows of the dead, farther than those of the calls before it."""
+    store = make_store(1, 1, 1)
+    early, broken = take(store, 0), take(store, 1).stack
+    room = take(store, 1)
+    assert room.first and room.stack is not early.stack is broken
+    assert take(store, 2).stack is room.stack
 
 
 def test_a_layer_that_runs_repeatedly():
@@ -105,7 +127,7 @@ def test_a_layer_that_runs_repeatedly():
 def test_first_layers_that_keep_nothing():
     store = make_store(1, 1)
     room = take(store, 1)
-    assert room.first and room.limit == 40
+    assert room.first and room.limit == 80
 
 
 def test_more_tokens_than_before():
@@ -114,11 +136,11 @@ def test_more_tokens_than_before():
     small.close()
     large = take(store, 0, num_tokens=11)
     assert large.stack is not small.stack and large.stack is not None
-    assert large.stack.num_rows == 22 + 88
+    assert large.stack.num_rows == 88
     assert store._stacks == [large.stack]
     large.close()
     again = take(store, 0, num_tokens=10)
-    assert again.stack is large.stack and again.limit == 20
+    assert again.stack is large.stack and again.limit == 80
 
 
 def test_a_call_with_other_tokens_than_the_pass():
@@ -134,9 +156,9 @@ def test_buffers_are_made_once_for_each_shape():
     given = 6, torch.bfloat16, torch.device("cpu")
     found = room.buffers(*given)
     assert room.buffers(*given) is found
-    assert found.fc1_MG.shape == (20 + 80, 6)
+    assert found.fc1_MG.shape == (80, 6)
     tensors: list[Tensor] = list(vars(found).values())
-    assert sum(tensor.nbytes for tensor in tensors) == Buffers.num_bytes(100, 6, 2)
+    assert sum(tensor.nbytes for tensor in tensors) == Buffers.num_bytes(80, 6, 2)
     assert room.buffers(8, *given[1:]) is not found
 
 

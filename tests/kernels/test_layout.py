@@ -14,8 +14,8 @@ def test_rows_that_were_given_back_fail(monkeypatch: pytest.MonkeyPatch):
 
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, debug=True))
-    top = ints(3, 3)
-    found = layout.lay_out(ints([2]), top, first=False, limit=9, most=9)
-    layout.release(top, found, 9)
+    top = ints(3, 3, 9)
+    found = layout.lay_out(ints([2]), top, first=False, limit=9)
+    layout.release(top, found)
     with pytest.raises(Exception, match="given back"):
-        layout.release(top, found, 9)
+        layout.release(top, found)

@@ -120,21 +120,29 @@ def places(map_TE: NDArray) -> NDArray:
 
 @dataclass
 class Store:
-    """The store of one rank: rows that it holds, and the most of each layer."""
+    """The store of one rank: rows that it holds and what each layer did."""
 
     rows: int
-    most_Y: Sequence[int]
-    kept_Y: list[int] = field(default_factory=list)
     asked_Y: list[int] = field(default_factory=list)
-    tops: list[int] = field(default_factory=lambda: [0])
+    base_Y: list[int] = field(default_factory=list)
+    again_Y: list[int] = field(default_factory=list)
+    top: int = 0
 
     def keep(self, count_SL: NDArray) -> float:
         """Return the level of the next layer, and remember its rows."""
-        level = water_level(count_SL, self.most_Y[len(self.kept_Y)])
-        self.kept_Y.append(int(np.minimum(count_SL, level).sum()))
+        level = water_level(count_SL, self.rows)
+        num_rows = int(np.minimum(count_SL, level).sum())
         self.asked_Y.append(int(count_SL.sum()))
-        self.tops.append(min(self.tops[-1] + self.kept_Y[-1], self.rows))
+        self.base_Y.append(min(self.top, self.rows - num_rows))
+        self.again_Y.append(self.top - self.base_Y[-1])
+        self.top = self.base_Y[-1] + num_rows
         return level
+
+    @property
+    def low(self) -> int:
+        """The row from which on rows are overwritten."""
+        pairs = zip(self.base_Y, self.again_Y, strict=True)
+        return min([self.rows, *(base for base, again in pairs if again)])
 
     @property
     def need(self) -> int:

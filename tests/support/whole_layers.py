@@ -171,13 +171,11 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
     num_layers = len(case.layers) if keeps else 1
     if config.capacity_pool == "expert":
         sizes.rows = sizes.most  # Sources chose them already.
-    most = sizes.most
-    if sizes.drops:
-        most = min(most, max(num_layers * sizes.rows, 5 * sizes.share))
-    rows = sizes.rows if keeps else most
+    least = min(sizes.most, 5 * sizes.share) if sizes.drops else sizes.most
+    rows = max(num_layers * sizes.rows, least)
 
     def new_stores() -> list[reference.Store]:
-        return [reference.Store(num_layers * rows, [most] * num_layers) for _ in range(ranks)]
+        return [reference.Store(rows) for _ in range(ranks)]
 
     stores, given, rows_Y = new_stores(), [case.tokens_STD], []
     for layer in case.layers:

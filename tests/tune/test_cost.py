@@ -28,10 +28,10 @@ def test_the_documented_example():
     split = qwen3(1.25, capacity_pool="expert", etp_size=2)
     of_two = 2 * (40960 * (of_row - 1536) + choices + 8 * 4096 * of_token)
     assert kept_bytes(split, 4096, QWEN3) == of_two
-    # Of one layer five shares may spill, of twelve all rows of a layer.
-    for num_layers, spilled in ((1, 5 * 32768), (3, 5 * 32768), (12, 8 * 32768)):
+    # A store has at least five shares.
+    for num_layers, rows in ((1, 5 * 32768), (4, 5 * 32768), (12, 12 * 40960)):
         sizes = LayerSizes(hidden_size=2048, ffn_size=768, num_layers=num_layers)
-        kept = num_layers * (40960 * of_row + choices + tokens) + spilled * of_row
+        kept = num_layers * (choices + tokens) + rows * of_row
         assert kept_bytes(qwen3(1.25, capacity_pool="store"), 4096, sizes) == kept
     # Collectives among 16 ranks: 8 experts of 320 slots.
     wide = kept_bytes(qwen3(1.25, num_ranks=16, capacity_pool="expert"), 4096, QWEN3)

@@ -162,7 +162,6 @@ def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
         of_run = demand_of(dataclasses.replace(trace, capacity_pool=pool))
         assert study(of_run, Target(), name="x").pool == pool
     assert study(of_run, Target(), name="x", pools=("expert",)).pool == "expert"
-    assert studied("balanced").pool == "expert"
     with pytest.raises(ValueError, match="num_experts must be a multiple of num_ranks=2, got 17"):
         studied("uniform", ranks=1)
     assert studied("uniform", ranks=1, etp=2).chosen.overall.num_steps == 40
@@ -180,7 +179,7 @@ def test_options_are_what_the_replay_says(pool):
         assert option.in_most_steps == by_step[39]
         assert option.worst_layer == max(dropped.sum(1) / replay.asked.sum(1))
         assert option.retried == (dropped.sum(0) > 0).mean()
-        room = {"expert": config.capacity(64), "store": 2 * config.rows(64)}
+        room = {"expert": config.capacity(64), "store": config.store_rows(64, 2)}
         assert option.room == room[pool]
         assert option.kept_bytes == kept_bytes(config, 64, LAYER)
         if pool == "store":

@@ -30,19 +30,18 @@ def kept_in_cells(counts: Counts, slots: int) -> list[int]:
 def kept_in_stores(
     counts: Counts, factor: float, *, num_tokens: int, top_k: int, num_ranks: int
 ) -> list[int]:
-    """Return the rows of each layer that stay, in a store of all layers on each rank."""
+    """Return the rows of each layer that find room, in a store of all layers on each rank."""
     num_sources, num_experts = len(counts[0]), len(counts[0][0])
     local = num_experts // num_ranks
     share = num_sources // num_ranks * num_tokens * top_k
     most = num_sources * num_tokens * min(top_k, local)
     of_layer = min(math.ceil(share * factor), most)
-    most = min(most, max(of_layer * len(counts), 5 * share))
     stays = np.zeros(len(counts), int)
     for rank in range(num_ranks):
-        store = Store(of_layer * len(counts), [most] * len(counts))
+        store = Store(max(of_layer * len(counts), min(most, 5 * share)))
         for layer in counts:
             store.keep(np.array(layer)[:, rank * local : (rank + 1) * local])
-        stays += np.diff(store.tops)
+        stays += np.subtract(store.asked_Y, store.again_Y)
     return stays.tolist()
 
 
@@ -109,9 +108,14 @@ def test_the_needed_factor_drops_nothing_and_a_smaller_one_something(drawn, pool
     drops = found.dropped.sum(1) > 0
     for factor, steps in zip(found.factors, drops, strict=True):
         assert not steps[needed <= factor].any()
-        # A row and a slot of rounding: ceil(share * factor) in each layer.
+        # A row and a slot of rounding: ceil(share * factor) in each layer. A store has more.
         rows = found.configs[0].share(asked.num_tokens) if pool == "store" else asked.mean_rows
-        assert steps[needed * rows > factor * rows + 1].all()
+        lacks = needed * rows > factor * rows + 1
+        if pool == "store":
+            lacks &= needed * len(asked.layers) * rows > found.configs[0].least_rows(
+                asked.num_tokens
+            )
+        assert steps[lacks].all()
 
 
 def test_a_store_by_hand():
@@ -120,15 +124,17 @@ def test_a_store_by_hand():
     counts = [[[[rows, 0] for rows in layer] for layer in layers] for layers in passes]
     asked = demand(counts, num_tokens=10, top_k=1)
     found = replay(asked, [0.5, 1.0, 1.3], pool="store")
-    assert found.room.tolist() == [10, 20, 26]
-    assert kept(found, 0) == [[7, 3], [10, 0], [10, 0]]
-    assert kept(found, 1) == [[7, 12], [10, 10], [18, 2]]
-    assert kept(found, 2) == [[7, 12], [10, 10], [18, 2]]
+    assert found.room.tolist() == [20, 20, 26]  # At least a layer of both ranks' tokens.
+    assert kept(found, 0) == kept(found, 1) == kept(found, 2) == [[7, 12], [10, 10], [18, 2]]
     assert found.needed.tolist() == [0.95, 1.0, 1.0]
     assert found.needed_alone.tolist() == [1.8, 1.2]
     alone = replay(asked, [1.0], pool="store", store_layers=1)
-    assert (kept(alone, 0), alone.room[0]) == ([[7, 10], [10, 10], [10, 2]], 10)
+    assert (kept(alone, 0), alone.room[0]) == ([[7, 12], [10, 10], [18, 2]], 20)
     assert alone.needed.tolist() == [1.2, 1.0, 1.8]
+    busy = demand([[[[9, 0], [8, 0]], [[7, 0], [9, 0]], [[2, 0], [1, 0]]]], num_tokens=10, top_k=1)
+    found = replay(busy, [0.1, 1.0, 1.1], pool="store")
+    assert found.room.tolist() == [20, 30, 33]
+    assert [kept(found, f) for f in range(3)] == [[[17, 3, 0]], [[17, 13, 0]], [[17, 16, 0]]]
 
 
 def test_the_record_of_a_real_router():
