@@ -84,8 +84,9 @@ class _Pass(torch.autograd.Function):
         row_SPK = torch.empty_like(arrived.expert_SPK)
         came, prob_SPK, kept_SPD = arrived.values, arrived.prob_SPK, None
         tokens_SPD = came.rows_SPD
-        if any(ctx.needs_input_grad) and not wire.lasts:
+        if not wire.lasts and (room.overwritten or ctx.needs_input_grad[2]):
             tokens_SPD = kept_SPD = torch.empty_like(came.rows_SPD)
+        if not wire.lasts and room.overwritten:
             prob_SPK = prob_SPK.clone()
         choices = {"expert_SPK": arrived.expert_SPK, "place_SPK": arrived.place_SPK}
         choices |= {"level": found.level, "kept_SPD": kept_SPD}
