@@ -100,11 +100,11 @@ def test_figures_of_the_readme_are_measured():
     numbers = {ms for of_model in shown.values() for ms in of_model.values()}
     assert numbers <= labels, "run python notebooks/readme_figures.py"
     first_screen = " ".join(README.read_text().split("## Quick start")[0].split())
-    six, _, many, _ = figures.SHOWN
+    six, many, _, _ = figures.SHOWN
     cells = [(of[figures.OURS], of[figures.PADDED]) for of in (shown[many], shown[six])]
     gib = [f"{runs[many][name]['peak_mib'] / 1024:.0f}" for name in (figures.OURS, figures.PADDED)]
     says = (
-        "those 48 layers takes {} ms and {} GiB, stock drop-and-pad in the same graphs {} and {}; "
+        "the 12 layers takes {} ms and {} GiB, stock drop-and-pad in the same graphs {} and {}; "
         "one of the six layers {} ms, {}, and dropless {}."
     )
     mixed = (number for pair in zip(cells[0], gib, strict=True) for number in pair)
