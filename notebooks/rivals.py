@@ -1,25 +1,31 @@
 """One MoE layer, forward and backward, with kernels of other projects and with ours, in one run.
 
-    python notebooks/rivals.py --out notebooks/results/rivals.json --commit SHA
+    python notebooks/rivals.py --out notebooks/results/rivals.json --commit SHA [--ep 2]
 
 All contenders get the same tokens, chosen experts, probabilities, weights and output gradient. A
 pass starts there, without a router, and ends with the gradients of tokens, probabilities and
 weights. Errors are relative norms against fp64 at the measured size, and must be at most twice
 those of `torch` in the same case: `wrong` lists the others. What cannot be imported, run or
 captured has a `reason`. `recorded` draws experts with the frequencies of a recorded run, added up
-in groups where a model has fewer; `busiest` is the largest load relative to the mean. From:
+in groups where a model has fewer; `busiest` is the largest load relative to the mean. With `--ep`
+each rank has its tokens and a part of the experts; rank 0 measures. From:
 
 torch       torchtitan b5bcd76c6, models/common/{moe,token_dispatcher}.py; scatter_add is torch's
 sonic       sonic-moe 0.1.2, functional/__init__.py, `moe_TC_softmax_topk_layer` after its router
 liger       liger-kernel 0.8.5, ops/fused_moe.py
 scattermoe  shawntan/scattermoe 47b5e15, mlp.py, GLUMLP
 megablocks  databricks/megablocks 78eea65, layers/dmoe.py, on tgale96/grouped_gemm ebeae0b
+
+With `--ep` torch is torchtitan's AllToAllTokenDispatcher, which reads counts on the host, and
+minimal its MinimalAsyncEP. Its rows are copied, since the next exchange overwrites them; torchtitan
+runs the layer again instead.
 """
 
 import argparse
 import importlib
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -33,8 +39,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
 from padded_dispatch.bench.cases import MODELS
@@ -50,8 +58,8 @@ Row, Inputs = dict[str, Any], SimpleNamespace
 
 
 def draw(case: Row) -> Inputs:
-    """Return what all contenders get. The gate is the first half of fc1; probabilities are fp32."""
-    shape, T = MODELS[case["model"]], case["tokens"]
+    """Return what all ranks get. The gate is the first half of fc1; probabilities are fp32."""
+    shape, T = MODELS[case["model"]], case["tokens"] * case["ep"]
     D, E, K, width = shape.hidden_size, shape.num_experts, shape.top_k, shape.ffn_size
     torch.manual_seed(1234)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", None)
@@ -77,8 +85,9 @@ class Contender:
 
     package = module = "torch"
 
-    def __init__(self, given: Inputs) -> None:
-        self.num_experts, self.top_k = len(given.fc1_EGD), given.prob_TK.shape[1]
+    def __init__(self, given: Inputs, num_ranks: int) -> None:
+        self.num_ranks, self.top_k = num_ranks, given.prob_TK.shape[1]
+        self.num_experts = len(given.fc1_EGD) * num_ranks
         self.lib: Any = importlib.import_module(self.module)
         weights = self.convert(given.fc1_EGD, given.fc2_EDF)
         self.weights = [nn.Parameter(weight.contiguous().clone()) for weight in weights]
@@ -93,27 +102,64 @@ class Torch(Contender):
         return [*fc1_EGD.chunk(2, 1), fc2_EDF]
 
     def forward(self, tokens_TD: Tensor, prob_TK: Tensor, expert_TK: Tensor) -> Tensor:
-        E = self.num_experts
-        end_E = torch.histc(expert_TK.float(), E, 0, E).cumsum(0, dtype=torch.int32)
         choice_N = expert_TK.flatten().argsort(stable=True)
         token_N = choice_N // self.top_k
-        gate, up, down = (w.transpose(-2, -1) for w in self.weights)
-        rows_ND = tokens_TD[token_N]
-        product = partial(torch._grouped_mm, offs=end_E)
-        rows_ND = product(F.silu(product(rows_ND, gate)) * product(rows_ND, up), down)
+        rows_ND = self.experts(tokens_TD[token_N], self.counts(expert_TK))
         rows_ND = (rows_ND.float() * prob_TK.flatten()[choice_N, None]).to(tokens_TD.dtype)
         index_ND = token_N[:, None].expand_as(rows_ND)
         return torch.zeros_like(tokens_TD).scatter_add(0, index_ND, rows_ND)
+
+    def counts(self, expert_TK: Tensor) -> Tensor:
+        E = self.num_experts
+        return torch.histc(expert_TK.float(), E, 0, E).long()
+
+    def experts(self, rows_ND: Tensor, count_L: Tensor) -> Tensor:
+        gate, up, down = (w.transpose(-2, -1) for w in self.weights)
+        product = partial(torch._grouped_mm, offs=count_L.cumsum(0, dtype=torch.int32))
+        return product(F.silu(product(rows_ND, gate)) * product(rows_ND, up), down)
+
+
+class AllToAll(Torch):
+    def experts(self, rows_ND: Tensor, count_E: Tensor) -> Tensor:
+        sent_RL = count_E.view(self.num_ranks, -1)
+        dist.all_to_all_single(came_RL := torch.empty_like(sent_RL), sent_RL)
+        sent, came = (count_RL.sum(1).tolist() for count_RL in (sent_RL, came_RL))
+        rows_ND = all_to_all_single_autograd(rows_ND, came, sent, dist.group.WORLD)
+        local_RL = torch.arange(came_RL.shape[1], device=rows_ND.device).expand_as(came_RL)
+        order_N = local_RL.flatten().repeat_interleave(came_RL.flatten()).argsort(stable=True)
+        rows_ND = super().experts(rows_ND[order_N], came_RL.sum(0))[order_N.argsort()]
+        return all_to_all_single_autograd(rows_ND, sent, came, dist.group.WORLD)
+
+
+class Minimal(Torch):
+    package, module = "torchtitan", "torchtitan.distributed.minimal_async_ep"
+
+    def __init__(self, given: Inputs, num_ranks: int) -> None:
+        super().__init__(given, num_ranks)
+        (num_tokens, width), like = given.tokens_TD.shape, given.tokens_TD
+        sizes = num_tokens, len(given.fc1_EGD), self.top_k
+        self.lib.init_buffer(dist.group.WORLD, width, *sizes, like.dtype, like.device)
+
+    def forward(self, tokens_TD: Tensor, prob_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        (T, K), R, count_E = expert_TK.shape, self.num_ranks, self.counts(expert_TK)
+        most = R * T * min(K, self.num_experts // R)
+        rows_ND, *way, choice_N, row_N, count_L = self.lib.dispatch_op(
+            tokens_TD, expert_TK, count_E, most, R
+        )
+        rows_ND = self.experts(rows_ND.clone(), count_L)
+        beside = row_N, choice_N, prob_TK.flatten(), T, K
+        return self.lib.combine_op(rows_ND, *way, *beside)[0]
 
 
 class Ours(Contender):
     package, module = "padded-dispatch", "padded_dispatch"
 
-    def __init__(self, given: Inputs) -> None:
-        super().__init__(given)
-        sizes = {"num_experts": self.num_experts, "top_k": self.top_k}
+    def __init__(self, given: Inputs, num_ranks: int) -> None:
+        super().__init__(given, num_ranks)
+        sizes = {"num_experts": self.num_experts, "top_k": self.top_k, "num_ranks": num_ranks}
         config = DispatchConfig(**sizes, capacity_factor=1.25, capacity_pool="store")
-        self.dispatcher = PaddedDispatcher(config)
+        group = dist.group.WORLD if num_ranks > 1 else None
+        self.dispatcher = PaddedDispatcher(config, group=group)
         self.experts = ExpertWeights(fc1_LGD=self.weights[0], fc2_LDF=self.weights[1])
 
     def forward(self, tokens_TD: Tensor, prob_TK: Tensor, expert_TK: Tensor) -> Tensor:
@@ -154,8 +200,8 @@ class ScatterMoE(Contender):
     def convert(self, fc1_EGD: Tensor, fc2_EDF: Tensor) -> list[Tensor]:
         return [torch.cat(fc1_EGD.chunk(2, 1)[::-1], 1), fc2_EDF]  # up before the gate
 
-    def __init__(self, given: Inputs) -> None:
-        super().__init__(given)
+    def __init__(self, given: Inputs, num_ranks: int) -> None:
+        super().__init__(given, num_ranks)
         with torch.device("meta"):
             self.mlp = self.lib.GLUMLP(*given.fc2_EDF.shape[1:], self.num_experts, self.top_k)
         self.mlp.experts.weight, self.mlp.output_experts.weight = self.weights
@@ -170,8 +216,8 @@ class MegaBlocks(Contender):
     def convert(self, fc1_EGD: Tensor, fc2_EDF: Tensor) -> list[Tensor]:
         return [w.flatten(0, 1) for w in (*fc1_EGD.chunk(2, 1), fc2_EDF.transpose(1, 2))]
 
-    def __init__(self, given: Inputs) -> None:
-        super().__init__(given)
+    def __init__(self, given: Inputs, num_ranks: int) -> None:
+        super().__init__(given, num_ranks)
         _, D, width = given.fc2_EDF.shape
         sizes = {"hidden_size": D, "ffn_hidden_size": width, "moe_num_experts": self.num_experts}
         kind = {"mlp_type": "glu", "bias": False, "activation_fn": F.silu, "moe_top_k": self.top_k}
@@ -185,6 +231,7 @@ class MegaBlocks(Contender):
 
 KINDS = (Torch, Ours, Sonic, Liger, ScatterMoE, MegaBlocks)  # errors are compared with the first's
 CONTENDERS = {kind.__name__.lower(): kind for kind in KINDS}
+ON_RANKS = {"torch": AllToAll, "ours": Ours, "minimal": Minimal}
 
 
 def reference(given: Inputs) -> list[Tensor]:
@@ -217,7 +264,10 @@ def timed(run: Callable[[], object]) -> Row:
     torch.cuda.reset_peak_memory_stats()
     samples, hosts = zip(*(repeat(PASSES) for _ in range(SAMPLES)), strict=True)
     ms, peak = statistics.median(samples), torch.cuda.max_memory_allocated() / 2**30
-    repeat(passes := round(SUSTAINED_MS / ms))  # It heats the GPU.
+    passes = torch.tensor(round(SUSTAINED_MS / ms), device="cuda")
+    if dist.is_initialized():
+        dist.broadcast(passes, 0)
+    repeat(passes := int(passes))  # It heats the GPU.
     row = {"ms": ms, "host_ms": statistics.median(hosts), "sustained_ms": repeat(passes)[0]}
     row |= {"peak_gib": peak, "sm_mhz": sm_mhz(torch.device("cuda")) or 0}
     return {n: round(x, 4) for n, x in row.items()} | {"samples_ms": [round(x, 4) for x in samples]}
@@ -225,14 +275,20 @@ def timed(run: Callable[[], object]) -> Row:
 
 def measured(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
     """Yield more and more of a row; `wait` comes between what can go beside others and the work."""
-    kind = CONTENDERS[case["contender"]]
+    rank, num_ranks = int(os.environ.get("RANK", 0)), case["ep"]
+    kind = (CONTENDERS if num_ranks == 1 else ON_RANKS)[case["contender"]]
     importlib.import_module(kind.module)
     found = distributions(name=kind.package)  # none if it is run from its sources
     yield (row := case | {"version": next((one.version for one in found), None)})
     if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
         torch.cuda.set_stream(torch.cuda.Stream())  # A capture must not meet the default stream.
     wait()
-    contender = kind(given := draw(case))
+    if num_ranks > 1:
+        dist.init_process_group()
+    whole = draw(case)
+    own = {name: value.chunk(num_ranks)[rank] for name, value in vars(whole).items()}
+    contender = kind(given := Inputs(**own), num_ranks)
     tokens, prob = given.tokens_TD.requires_grad_(), given.prob_TK.requires_grad_()
     leaves = [tokens, prob, *contender.weights]
 
@@ -245,10 +301,10 @@ def measured(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
         off = [((found - want).norm() / want.norm()).item() for found, want in pairs]
         return {"output": off[0], "tokens": off[1], "prob": off[2], "weights": max(off[3:])}
 
-    load_E = given.expert_TK.flatten().bincount(minlength=contender.num_experts).double()
+    load_E = whole.expert_TK.flatten().bincount(minlength=contender.num_experts).double()
     row["busiest"] = round((load_E.max() / load_E.mean()).item(), 3)
     row["eager"] = timed(run) if tokens.is_cuda else {}
-    expected = reference(given)
+    expected = [value.chunk(num_ranks)[rank] for value in reference(whole)]
     row["eager"]["errors"] = errors(run())
     yield row
     if not tokens.is_cuda:
@@ -275,7 +331,10 @@ def rows_of(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
 def in_processes(cases: list[Row], seconds: float) -> Iterator[Row]:
     """Yield the row of each case from its own process; the next one starts meanwhile."""
     start = partial(subprocess.Popen, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    commands = [[sys.executable, __file__, "--row", json.dumps(case)] for case in cases]
+    program, num_ranks = [sys.executable], cases[0]["ep"]
+    if num_ranks > 1:
+        program += f"-m torch.distributed.run --standalone --nproc-per-node {num_ranks}".split()
+    commands = [[*program, __file__, "--row", json.dumps(case)] for case in cases]
     begin, following = time.monotonic(), start(commands[0])
     for case, then in itertools.zip_longest(cases, commands[1:]):
         process, following = following, start(then) if then else None
@@ -283,39 +342,42 @@ def in_processes(cases: list[Row], seconds: float) -> Iterator[Row]:
             output, _ = process.communicate("go\n", timeout=LIMIT_S)
             end = f"exit code {process.returncode}" if process.returncode else None
         except subprocess.TimeoutExpired:
-            process.kill()
+            process.terminate()
             output, _ = process.communicate()
             end = f"longer than {LIMIT_S} s"
         lines = [line for line in output.splitlines() if line.startswith("{")]
         row = json.loads(lines[-1]) if lines else case
         yield {"reason": end} | row if end else row
         if following and time.monotonic() - begin > seconds:
-            return following.kill()
+            return following.terminate()
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="results file")
     parser.add_argument("--commit", help="of the code")
-    parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
+    parser.add_argument("--only", nargs="+", metavar="CONTENDER")
     parser.add_argument("--seconds", type=float, default=480, help="start no case later")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes in this process")
     parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.row:
         for row in rows_of(given.row, sys.stdin.readline):
-            print(json.dumps(row), flush=True)
+            if os.environ.get("RANK", "0") == "0":
+                print(json.dumps(row), flush=True)
         return
     require_results("--out", given.out)
     tokens, models = SIZES[given.cpu]
-    order = itertools.product(tokens, ("uniform", "recorded"), models, given.only)
+    only = given.only or (CONTENDERS if given.ep == 1 else ON_RANKS)
+    order = itertools.product(tokens, ("uniform", "recorded"), models, only)
     names = ("tokens", "routing", "model", "contender")
-    cases = [dict(zip(names, values, strict=True)) for values in order]
+    cases = [{"ep": given.ep} | dict(zip(names, values, strict=True)) for values in order]
     command = " ".join(["notebooks/rivals.py", *(sys.argv[1:] if argv is None else argv)])
-    run_about = about(num_gpus=int(not given.cpu), command=command, commit=given.commit)
+    run_about = about(num_gpus=0 if given.cpu else given.ep, command=command, commit=given.commit)
     here = (list(rows_of(case, lambda: None))[-1] for case in cases)
     known: dict[tuple[Any, ...], dict[str, float]] = {}
-    for row in here if given.cpu else in_processes(cases, given.seconds):
+    for row in here if given.cpu and given.ep == 1 else in_processes(cases, given.seconds):
         key = tuple(row[name] for name in names[:3])
         for way in (row[name] for name in ("eager", "graph") if "errors" in row.get(name, {})):
             if row["contender"] == "torch":

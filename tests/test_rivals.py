@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from notebooks import rivals
 
 
@@ -28,7 +30,8 @@ def test_rows_have_errors_or_a_reason(monkeypatch, tmp_path):
         assert all(0.9e-3 < off["eager"]["errors"][name] < 1.1e-3 for name in names)
 
 
-def test_each_row_has_a_process_and_none_starts_late():
-    case = {"contender": "ours", "model": "tiny", "tokens": 64, "routing": "uniform"}
+@pytest.mark.parametrize("contender, ep", [("ours", 1), ("ours", 2), ("torch", 2)])
+def test_each_row_has_processes_and_none_starts_late(contender: str, ep: int):
+    case = {"contender": contender, "model": "tiny", "tokens": 64, "routing": "uniform", "ep": ep}
     (row,) = rivals.in_processes([case, case], seconds=0)
     assert case.items() <= row.items() and max(row["eager"]["errors"].values()) < 1e-6
