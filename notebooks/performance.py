@@ -125,7 +125,7 @@ def rivals() -> Markdown:
     """Return a table of one layer by other projects: ms in a graph, and eager."""
     cells: dict[tuple[Any, ...], dict[str, str]] = {}
     for row in load("rivals"):
-        case = row["model"], row["routing"], row["tokens"]
+        case = row["model"], row.get("ep", 1), row["routing"], row["tokens"]
         if "eager" in row:
             graph, eager = (row[way].get("ms") for way in ("graph", "eager"))
             shown = [f"{ms:.2f}" if ms else "-" for ms in (graph, eager)]
@@ -135,4 +135,4 @@ def rivals() -> Markdown:
         [*map(str, case), *(of_case.get(name, "") for name in names)]
         for case, of_case in cells.items()
     ]
-    return table(["model", "routing", "tokens", *names], lines)
+    return table(["model", "EP", "routing", "tokens", *names], lines)
