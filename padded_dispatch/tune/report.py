@@ -138,7 +138,7 @@ def whole(study: Study) -> str:
     ]
     note = "No room: of all rows."
     if not own:
-        note += " Past a store backward computes them again."
+        note += " Of a store backward computes them again."
     else:
         note += ' They are dropped; on_overflow="retry" would run such steps again.'
         note += " Balanced: what a perfectly balanced router drops, as tokens choose at random."

@@ -92,7 +92,7 @@ def rooms_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_rows_past_a_store_are_kept_and_counted(caplog):
-    """Three layers with half of the room: rows past it are computed again."""
+    """Three layers with half of the room: rows that are overwritten are computed again."""
     layers = chain(3, 0.5)
     for made in layers:
         with torch.no_grad():

@@ -9,10 +9,9 @@ source for that expert, by token. Which rows count:
 - cells: each (source, expert) keeps its first C rows in the policy's order;
 - the wire, between ranks: if more than P tokens of a source ask for one, the first P in the
   policy's order stay; a token is as probable as the sum of its rows there;
-- the store: a rank's layers take rows one after the other. The store has the sum of the layers'
-  rows; a layer must leave each later one the smaller of its share and its rows, and has at most
-  `most`. If its rows do not fit, each (expert, source) keeps those with places below w, the largest
-  w with which they fit.
+- the store: a rank's layers take rows one after the other, and where none are left, the last ones
+  of those before. If the rows of one layer exceed the store's, each (expert, source) keeps those
+  with places below w, the largest w with which they fit.
 
 Every row that counts adds `prob * (fc2(f(fc1(token) + bias)) + bias)` to its token, summed over the
 shards of its expert. Other rows add nothing, and have no gradient.
