@@ -46,6 +46,7 @@ from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.options import Experts
 from padded_dispatch.utils.patches import Patches
 from tests.support import tiny
+from tests.support.gpt import Sizes
 from tests.support.parity import megatron
 
 try:  # Up to 0.17.
@@ -61,7 +62,7 @@ for _number in (signal.SIGINT, signal.SIGTERM):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationCase:
+class GenerationCase(Sizes):
     """A model, its requests, and how it generates.
 
     `experts`: the option.
@@ -70,24 +71,11 @@ class GenerationCase:
     `new_tokens`: tokens that each request generates.
     """
 
-    device: str = "cpu"
-    ranks: int = 1
     experts: Experts = "module"
     uneven: bool = False
     prompts: tuple[int, ...] = (9, 5, 7)
     new_tokens: int = 5
-    num_layers: int = 2
-    hidden: int = 16
-    heads: int = 2
-    ffn: int = 24
-    num_experts: int = 4
-    top_k: int = 2
     vocab: int = 64
-
-    @property
-    def on_gpu(self) -> bool:
-        """True if the case runs on GPUs."""
-        return self.device == "cuda"
 
     @property
     def max_tokens(self) -> int:

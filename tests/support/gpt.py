@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,26 @@ from torch import Tensor
 
 # So high that some gradients of the first steps overflow in fp16.
 LOSS_SCALE = 2.0**18
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A small GPT, and where it runs."""
+
+    device: str = "cpu"
+    ranks: int = 1
+    num_layers: int = 2
+    hidden: int = 16
+    heads: int = 2
+    ffn: int = 24
+    num_experts: int = 4
+    top_k: int = 2
+    vocab: int = 32
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it runs on GPUs."""
+        return self.device == "cuda"
 
 
 def ddp_chunks(

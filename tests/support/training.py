@@ -53,6 +53,7 @@ from padded_dispatch.megatron.telemetry import Telemetry, padded_moe_layers
 from padded_dispatch.utils.patches import Patches
 from tests.support import tiny
 from tests.support.gpt import (
+    Sizes,
     ddp_chunks,
     loss_scaling,
     mean_loss,
@@ -78,7 +79,7 @@ Graph = Literal["none", "layer", "helper", "local", "iteration"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(Sizes):
     """A GPT, how ranks share it, and how it is trained.
 
     `graph`: what is captured: each layer, or the parts `scopes` of it, by `LayerGraphs`, or by
@@ -94,8 +95,6 @@ class Model:
     compared.
     """
 
-    device: str = "cpu"
-    ranks: int = 1
     tp: int = 1
     cp: int = 1
     pp: int = 1
@@ -123,18 +122,6 @@ class Model:
     microbatches: int = 2
     batch: int = 2
     seq: int = 10
-    num_layers: int = 2
-    hidden: int = 16
-    heads: int = 2
-    ffn: int = 24
-    num_experts: int = 4
-    top_k: int = 2
-    vocab: int = 32
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether it trains on GPUs."""
-        return self.device == "cuda"
 
     @property
     def dp(self) -> int:
