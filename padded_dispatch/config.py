@@ -177,9 +177,13 @@ class DispatchConfig:
         """Return the rows of one rank's experts in a pass in perfect balance."""
         return self.etp_size * num_tokens * self.top_k
 
-    def most_rows(self, num_tokens: int) -> int:
-        """Return the most rows of one rank's experts in a pass, over all routings."""
-        most = self.num_sources * num_tokens * min(self.top_k, self.num_local_experts)
+    def most_rows(self, num_tokens: int, num_slots: int | None = None) -> int:
+        """Return the most rows of one rank's experts in a pass, over all routings.
+
+        `num_slots`: tokens of each source that can arrive (P); None is T.
+        """
+        arriving = self.num_sources * (num_slots or num_tokens)
+        most = arriving * min(self.top_k, self.num_local_experts)
         if self.capacity_pool == "store" or self.fits:
             return most
         return min(most, self.num_sources * self.num_local_experts * self.capacity(num_tokens))

@@ -10,13 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from padded_dispatch.trace import (
-    HEADER_BYTES,
-    Trace,
-    append,
-    load_traces,
-    merge,
-)
+from padded_dispatch.trace import HEADER_BYTES, Trace, append, load_traces, merge
 from tests.support.traces import equal, save, small_trace
 
 

@@ -71,11 +71,12 @@ class _Pass(torch.autograd.Function):
         sizes = {"first": room.first, "limit": room.limit}
         found = layout.lay_out(arrived.count_SL, room.top, **sizes, **kept)
         num_experts, fc1_width, _ = fc1_LGD.shape
+        num_sources, num_slots, top_k = arrived.expert_SPK.shape
         segments = Segments(
             offsets=found.offsets,
             num_experts=num_experts,
-            num_sources=len(arrived.count_SL),
-            num_rows=room.most,
+            num_sources=num_sources,
+            num_rows=min(room.most, num_sources * num_slots * min(top_k, num_experts)),
             num_expected=room.share,
         )
         segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
@@ -94,7 +95,7 @@ class _Pass(torch.autograd.Function):
         _multiply_by_fc1(*given, wire.homes_S, fc1_LGD, weights, **choices)
         forms = weights.scaled
         given = buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments
-        scaled_NF = _empty_scaled(weights, room.most, fc2_LDF.shape[2])
+        scaled_NF = _empty_scaled(weights, segments.num_rows, fc2_LDF.shape[2])
         hidden_NF = curves.activate(*given, **vars(act), scaled=scaled_NF)
         given = scaled_NF or hidden_NF, fc2_LDF if forms is None else forms.fc2_LDF, segments
         to = {"at_M": home_M, "bias_LO": fc2_bias_LD, "prob_M": buffers.prob_M}

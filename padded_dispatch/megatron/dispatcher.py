@@ -327,7 +327,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             drops, cells = [], config.capacity_pool == "expert"
             if cells and (capacity := config.capacity(num_tokens)) < num_tokens:
                 drops.append(f"rows of a rank for an expert past {capacity}")
-            if rows < config.most_rows(num_tokens):
+            if rows < config.most_rows(num_tokens, None if direct else slots):
                 drops.append(f"rows of a layer past {rows}")
             if slots < num_tokens and not (direct or cells) and config.num_ranks > 1:
                 drops.append(f"tokens from one rank to another past {slots}")

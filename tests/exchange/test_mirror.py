@@ -111,11 +111,8 @@ def test_a_process_that_ends_is_named_long_before_the_limit(monkeypatch):
     with WorkerPool(3) as pool, pytest.raises(WorkerError) as caught:
         pool.run(_one_ends, timeout_s=60)
     errors = caught.value.errors
-    assert [type(errors[rank]) for rank in range(3)] == [
-        AbsentRanksError,
-        ChildProcessError,
-        AbsentRanksError,
-    ]
+    kinds = AbsentRanksError, ChildProcessError, AbsentRanksError
+    assert tuple(type(errors[rank]) for rank in range(3)) == kinds
     assert str(errors[0]) == str(errors[2])
     assert (
         "must come to call 2 of layer 1, got a closed connection and no call from rank 1; "

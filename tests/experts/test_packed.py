@@ -59,6 +59,7 @@ class Case:
     scaled: bool = False
     frozen: bool = False
     tokens: int = TOKENS
+    slots: int = TOKENS
     local_experts: int = 3
 
     @property
@@ -135,8 +136,10 @@ def forward(
     case, hidden_TD = model.case, model.tokens_TD
     for number in range(len(model.weights)) if numbers is None else numbers:
         weights = model.weights[number]
-        plan = make_plan(model.maps_YTE[number], top_k=2)
-        wire = exchange.start(plan, hidden_TD, case.tokens)
+        slots = min(case.slots, case.tokens)
+        map_TE, _ = exchange.strike(model.maps_YTE[number], model.probs_YTE[number], slots)
+        plan = make_plan(map_TE, top_k=2)
+        wire = exchange.start(plan, hidden_TD, slots)
         prob_TK = choice_probs(model.probs_YTE[number], plan.expert_TK)
         call = Call(wire=wire, take_room=room or partial(model.store.take, [number], case.tokens))
         hidden_TD = run(hidden_TD, prob_TK, weights, case.activation, call) + hidden_TD
@@ -172,6 +175,7 @@ CASES = [
     Case(ranks=2, routings=("full", "thin")),
     Case(ranks=2, routings=("full", "idle rank"), factor=0.6),
     Case(ranks=4, routings=("one rank", "hot"), factor=0.5, tokens=3),
+    Case(ranks=4, routings=("full", "hot", "full"), slots=2),
     Case(ranks=2, routings=("thin", "full"), exchange="direct", biased=True),
     Case(ranks=2, exchange="direct", routings=("idle rank",), sums=True),
     Case(ranks=2, routings=("one rank", "full", "thin"), exchange="direct", factor=0.5),
@@ -269,6 +273,14 @@ def test_a_pass_that_broke_off_may_have_overwritten_rows():
         found, expected = (_trained_beside_a_broken_pass(case, breaks) for breaks in (True, False))
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def test_transients_hold_what_can_arrive(monkeypatch):
+    found = []
+    row_tiles = gemm.row_tiles
+    monkeypatch.setattr(gemm, "row_tiles", lambda one: found.append(one.num_rows) or row_tiles(one))
+    on_ranks(Case(ranks=4, routings=("full",), slots=1), packed.run, torch.float32)
+    assert found == [4 * 1 * 2] * 4  # 4 sources, a slot, K = 2; the store has 40.
 
 
 def test_rooms_that_keep_nothing_compute_the_same():

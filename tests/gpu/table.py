@@ -381,11 +381,7 @@ def _overlapped() -> Iterator[Row]:
 
 
 _AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-_FULL = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # The recipes that Hopper has, and the numbers that Megatron's documentation gives for them.
 _RECIPES = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3"}
 

@@ -39,11 +39,7 @@ NUM_READ = {"0.16": 41, "0.17": 44, "0.18": 53, "0.19": 60, "0.20": 62}
 def megatron_config(**changes: object) -> TransformerConfig:
     """A small config; `changes` are set afterwards, past Megatron's own checks."""
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=8,
-        num_attention_heads=2,
-        num_moe_experts=6,
-        moe_router_topk=2,
+        num_layers=2, hidden_size=8, num_attention_heads=2, num_moe_experts=6, moe_router_topk=2
     )
     for name, value in changes.items():
         assert hasattr(config, name)

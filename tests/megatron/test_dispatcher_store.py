@@ -97,11 +97,11 @@ def test_rows_past_a_store_are_kept_and_counted(caplog):
     for made in layers:
         with torch.no_grad():
             made.router.weight[0] += 3 * made.router.weight[1]
-    with caplog.at_level(logging.INFO, "padded_dispatch"):
-        for _ in range(2):
-            through(layers, tokens(20).requires_grad_()).sum().backward()
-        dispatcher, many = layers[0].token_dispatcher, torch.empty(2**20, 16, device="meta")
-        dispatcher._announce(dispatcher.dispatch_config, many)
+    caplog.set_level(logging.INFO, "padded_dispatch")
+    for _ in range(2):
+        through(layers, tokens(20).requires_grad_()).sum().backward()
+    dispatcher, many = layers[0].token_dispatcher, torch.empty(2**20, 16, device="meta")
+    dispatcher._announce(dispatcher.dispatch_config, many)
     said, later = caplog.messages
     # A row of fp32: 2 F values, its probability and home.
     size = 3 * (4 * 2 * 24 + 12) / 2**10
@@ -111,17 +111,19 @@ def test_rows_past_a_store_are_kept_and_counted(caplog):
         "each micro-batch in flight, and keep 0.00 GiB of tokens that arrived; what is dropped: "
         "nothing"
     )
-    config = dataclasses.replace(dispatcher.dispatch_config, num_ranks=32, num_experts=32)
-    with caplog.at_level(logging.INFO, "padded_dispatch"):
-        dispatcher._announce(dataclasses.replace(config, capacity_factor=0.25), many)
-    rows, slots = 3 * 2**20, 2**20 * K // 32 * 5 // 4  # The store's, and slots of factor 1.25.
+    wide = {"num_ranks": 16, "num_experts": 128, "top_k": 8}
+    config = dataclasses.replace(dispatcher.dispatch_config, **wide)
+    dispatcher._announce(dataclasses.replace(config, capacity_factor=0.25), many)
+    rows, slots = 3 * 2**20, 2**20 * 5 // 8  # The store's, and 8 slots of factor 1.25.
     assert caplog.messages[-1].endswith(
         f"dropped: rows of a layer past {rows} and tokens from one rank to another past {slots}"
     )
     cells = dataclasses.replace(config, capacity_factor=0.25, capacity_pool="expert")
-    with caplog.at_level(logging.INFO, "padded_dispatch"):
-        dispatcher._announce(cells, many)
+    dispatcher._announce(cells, many)
     assert caplog.messages[-1].endswith("dropped: rows of a rank for an expert past 16384")
+    few = dataclasses.replace(config, num_ranks=32, num_experts=32, top_k=K, capacity_factor=0.25)
+    dispatcher._announce(few, many)  # 32 ranks send fewer than the store has.
+    assert caplog.messages[-1].endswith("dropped: tokens from one rank to another past 81920")
     counters = [made.token_dispatcher.counters for made in layers]
     assert [int(one.kept_E.sum()) for one in counters] == [2 * 20 * K] * 3
     assert [int(one.num_again) for one in counters] == [0, 20 * K, 2 * 20 * K]

@@ -127,11 +127,7 @@ def prompts_of(case: GenerationCase, rank: int) -> list[str]:
 
 
 def gpt(
-    case: GenerationCase,
-    dtype: torch.dtype,
-    *,
-    padded: bool,
-    weights: dict[str, Any] | None = None,
+    case: GenerationCase, dtype: torch.dtype, *, padded: bool, weights: dict[str, Any] | None = None
 ) -> Any:
     """Build a model in evaluation mode, with the weights of another one if they are given."""
     model_parallel_cuda_manual_seed(7, te_rng_tracker=case.on_gpu, force_reset_rng=True)

@@ -289,11 +289,7 @@ def _split(
 
 
 def in_fp64(
-    case: LayerCase,
-    weights: dict[str, Tensor],
-    tokens: Tensor,
-    grad: Tensor,
-    map_TE: Tensor,
+    case: LayerCase, weights: dict[str, Tensor], tokens: Tensor, grad: Tensor, map_TE: Tensor
 ) -> dict[str, Tensor]:
     """Compute the layer in plain torch, in fp64, for a given choice of experts.
 

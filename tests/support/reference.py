@@ -49,13 +49,7 @@ class Plan:
     kept_E: NDArray
 
 
-def select(
-    map_TE: NDArray,
-    probs_TE: NDArray,
-    *,
-    capacity: int,
-    policy: str,
-) -> Selection:
+def select(map_TE: NDArray, probs_TE: NDArray, *, capacity: int, policy: str) -> Selection:
     """Keep at most C rows of each expert: the first ones in the policy's order."""
     kept_TE = np.zeros_like(map_TE)
     for e in range(map_TE.shape[1]):

@@ -128,6 +128,18 @@ class Model(Sizes):
         """Data-parallel size of everything but the experts."""
         return self.ranks // (self.tp * self.cp * self.pp)
 
+    @property
+    def groups(self) -> dict[str, int | None]:
+        """Sizes of the groups, by Megatron's names."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "context_parallel_size": self.cp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+        }
+
 
 # For steps that are repeated: every step drops, and everything that draws, draws.
 RETRIED = Model(
@@ -290,14 +302,6 @@ def _waiting_allowed() -> Iterator[None]:
 def world(*models: Model) -> Iterator[None]:
     """Set up Megatron for models that share their groups, with the stand-ins that they need."""
     model = models[0]
-    sizes = {
-        "tensor_model_parallel_size": model.tp,
-        "context_parallel_size": model.cp,
-        "pipeline_model_parallel_size": model.pp,
-        "virtual_pipeline_model_parallel_size": model.vpp,
-        "expert_model_parallel_size": model.ep,
-        "expert_tensor_parallel_size": model.etp,
-    }
     with ExitStack() as stack:
         if model.on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -305,7 +309,7 @@ def world(*models: Model) -> Iterator[None]:
             # Transformer Engine has a list of scales, and a flag that replays read.
             engine = importlib.import_module("transformer_engine.pytorch.fp8")
             stack.callback(engine.FP8GlobalStateManager.reset)
-        stack.enter_context(megatron(model.device, **sizes))
+        stack.enter_context(megatron(model.device, **model.groups))
         patches = stack.enter_context(Patches())
         _let_combined_schedule_run(patches, on_gpu=model.on_gpu)
         if not model.on_gpu:
@@ -647,13 +651,8 @@ def _config(model: Model) -> TransformerConfig:
         "moe_z_loss_coeff": 1e-3,
         "moe_expert_capacity_factor": model.factor,
         "moe_grouped_gemm": model.on_gpu,
-        "tensor_model_parallel_size": model.tp,
         "sequence_parallel": model.tp > 1,
-        "context_parallel_size": model.cp,
-        "pipeline_model_parallel_size": model.pp,
-        "virtual_pipeline_model_parallel_size": model.vpp,
-        "expert_model_parallel_size": model.ep,
-        "expert_tensor_parallel_size": model.etp,
+        **model.groups,
         "normalization": "RMSNorm",
         "init_method_std": 0.02 if model.on_gpu else 0.2,
         "hidden_dropout": model.dropout,

@@ -73,8 +73,7 @@ def test_torchrun_decides_the_number_of_workers(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert parse([]).layout == Layout(device="cpu", workers=4, ep=4)
     with pytest.raises(
-        ValueError,
-        match=r"^--workers must be 4, the processes that torch.*, got 2; leave",
+        ValueError, match=r"^--workers must be 4, the processes that torch.*, got 2; leave"
     ):
         parse(["--workers", "2"])
 

@@ -61,8 +61,7 @@ def test_balanced_drop_in_fractions(data):
 
 
 @pytest.mark.parametrize(
-    ("mean", "capacity", "percent"),
-    [(32, 32, 7.03), (32, 40, 0.73), (128, 128, 3.52)],
+    ("mean", "capacity", "percent"), [(32, 32, 7.03), (32, 40, 0.73), (128, 128, 3.52)]
 )
 def test_balanced_drop_of_many_experts_is_that_of_poisson(mean, capacity, percent):
     sizes = dict(num_tokens=mean * 2**12, top_k=1, num_experts=2**12)

@@ -18,11 +18,7 @@ from torch import Tensor
 
 from padded_dispatch.megatron.dispatcher import _PLAN_TENSORS
 from padded_dispatch.megatron.graphs import guard
-from padded_dispatch.megatron.graphs.capture import (
-    IterationGraph,
-    LayerGraphs,
-    check_random_states,
-)
+from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs, check_random_states
 from tests.support.graph_protocol import GraphedLayer, Tape
 from tests.support.training import Model, Training, differing_names, layers_of, with_changes
 
