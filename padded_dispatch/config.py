@@ -178,29 +178,22 @@ class DispatchConfig:
         return self.etp_size * num_tokens * self.top_k
 
     def most_rows(self, num_tokens: int, num_slots: int | None = None) -> int:
-        """Return the most rows of one rank's experts in a pass, over all routings.
-
-        `num_slots`: tokens of each source that can arrive (P); None is T.
-        """
+        """Return the most rows of a rank's experts in a pass; P = `num_slots`, or T without it."""
         arriving = self.num_sources * (num_slots or num_tokens)
         most = arriving * min(self.top_k, self.num_local_experts)
         if self.capacity_pool == "store" or self.fits:
             return most
         return min(most, self.num_sources * self.num_local_experts * self.capacity(num_tokens))
 
-    def least_rows(self, num_tokens: int) -> int:
-        """Return the rows that a store has at least: any one pass has room for as many."""
-        most = self.most_rows(num_tokens)
-        return most if self.capacity_factor == NO_DROP else min(most, 5 * self.share(num_tokens))
-
     def store_rows(self, num_tokens: int, num_layers: int) -> int:
-        """Return the rows of a store of layers that are alike (M)."""
-        return max(num_layers * self.rows(num_tokens), self.least_rows(num_tokens))
+        """Return the rows of a store of such layers (M): at least a layer's, or five shares."""
+        least = self.most_rows(num_tokens)
+        if self.capacity_factor != NO_DROP:
+            least = min(least, 5 * self.share(num_tokens))
+        return max(num_layers * self.rows(num_tokens), least)
 
     def rows(self, num_tokens: int) -> int:
-        """Return the rows for which one rank has room, of a pass.
-
-        A store adds them up over its layers; in its sum any layer can use what others do not need.
+        """Return the rows for which one rank has room, of a pass; a store adds them up.
 
         Example: T=4096, K=8, E=128, R=8, factor 1.25 gives 40,960 rows, in a store and in cells.
         """

@@ -23,6 +23,7 @@ have memory of their own: `scratch`, alike in both passes of a recomputed layer,
 
 import dataclasses
 import functools
+import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -234,15 +235,14 @@ class Store:
 def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Room, ...]:
     """Return the rooms of all calls of a store: what follows from configs and T."""
     num_rows = sum(config.rows(num_tokens) for config in configs)
-    limit = max(num_rows, *(config.least_rows(num_tokens) for config in configs))
+    limit = max(num_rows, *(config.store_rows(num_tokens, 1) for config in configs))
     most = [min(config.most_rows(num_tokens), limit) for config in configs]
     rooms = []
     for i, config in enumerate(configs):
         # Where its rows end at most, and where those of calls behind it begin at least.
-        meet = sum(most[: i + 1]) > limit - max(most[i + 1 :], default=0)
-        overwritten = meet and i + 1 < len(configs)
+        end, begin = sum(most[: i + 1]), limit - max(most[i + 1 :], default=-math.inf)
         share = config.share(num_tokens)
-        rooms.append(Room(limit=limit, most=most[i], share=share, overwritten=overwritten))
+        rooms.append(Room(limit=limit, most=most[i], share=share, overwritten=end > begin))
     return tuple(rooms)
 
 
