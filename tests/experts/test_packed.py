@@ -205,12 +205,11 @@ def test_a_pass_beside_the_plain_one(case: Case, scaled: bool):
             assert (got[name] - value).abs().max() <= most, name
 
 
-@pytest.mark.parametrize("kind", ["fp32", "scaled", "frozen"])
+@pytest.mark.parametrize("kind", [{}, {"scaled": True}, {"frozen": True}], ids=str)
 @pytest.mark.parametrize("exchange", ["alltoall", "direct"])
-def test_bits_do_not_depend_on_the_factor(exchange: str, kind: str):
+def test_bits_do_not_depend_on_the_factor(exchange: str, kind: dict[str, Any]):
     """At 0.01 a store holds a layer, which the next one overwrites; at 2 all layers."""
-    case = Case(ranks=2, routings=("full", "hot", "one rank"), exchange=exchange)
-    case = dataclasses.replace(case, scaled=kind == "scaled", frozen=kind == "frozen")
+    case = Case(ranks=2, routings=("full", "hot", "one rank"), exchange=exchange, **kind)
     with poisoned_memory():
         few, many = (
             on_ranks(dataclasses.replace(case, factor=factor), packed.run, torch.float32, 2)

@@ -45,9 +45,8 @@ def test_sizes():
 
 def test_a_layer_without_a_limit_makes_room_for_others():
     store = Store()
-    for factor, ranks in ((1.0, 16), (NO_DROP, 16)):
-        one = config(factor, num_ranks=ranks, num_experts=32)
-        store.add(lambda one=one: one)
+    for factor in (1.0, NO_DROP):
+        store.add(lambda factor=factor: config(factor, num_ranks=16, num_experts=32))
     rooms = [take(store, number) for number in range(2)]
     assert {(room.limit, room.most) for room in rooms} == {(320, 320)}  # Not 5 * 20.
 

@@ -109,14 +109,13 @@ def test_evaluation_that_drops_as_training_does_is_named_once(caplog, monkeypatc
 
 def test_the_price_of_dropping_nothing_is_said_once(caplog):
     log_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="padded_dispatch"):
-        for experts in ("module", "module", "packed"):  # Packed rows are as many as in balance.
-            moe = tiny.padded_layer(PaddedOptions(experts=experts))
-            for length in (9, 9, 10):
-                moe(torch.randn(length, 2, tiny.HIDDEN))
-        tiny.padded_layer(moe_expert_capacity_factor=2.0)(torch.randn(9, 2, tiny.HIDDEN))
-        made = tiny.padded_layer().token_dispatcher
-        made._warn_of_rows(made.dispatch_config, torch.empty(2**20, 2**9, device="meta"))
+    for experts in ("module", "module", "packed"):  # Packed rows are as many as in balance.
+        moe = tiny.padded_layer(PaddedOptions(experts=experts))
+        for length in (9, 9, 10):
+            moe(torch.randn(length, 2, tiny.HIDDEN))
+    tiny.padded_layer(moe_expert_capacity_factor=2.0)(torch.randn(9, 2, tiny.HIDDEN))
+    made = tiny.padded_layer().token_dispatcher
+    made._warn_of_rows(made.dispatch_config, torch.empty(2**20, 2**9, device="meta"))
     said = (72, "0.00"), (80, "0.00"), (2**22, "8.00")
     for message, (num_rows, gib) in zip(caplog.messages, said, strict=True):
         assert f"room for {num_rows} rows of a layer, 2.0 times as many as in" in message

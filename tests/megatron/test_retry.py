@@ -7,7 +7,6 @@ layers run eagerly for a while.
 import contextlib
 import dataclasses
 import itertools
-import logging
 import random
 from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Callable, Iterator
@@ -165,7 +164,7 @@ def test_a_second_drop_raises(alone):
 
 def test_evaluation_passes_through_and_retries_are_logged_more_and_more_rarely(alone, caplog):
     calls = []
-    with world(ONE_MICROBATCH), caplog.at_level(logging.WARNING, "padded_dispatch"):
+    with world(ONE_MICROBATCH):
         training = Training(ONE_MICROBATCH, on_overflow="retry")
         wrapper = Retry(lambda **kwargs: calls.append(kwargs) or ["result"], training.chunks)
         assert wrapper(forward_only=True, data_iterator="anything") == ["result"]

@@ -26,7 +26,7 @@ def said(caplog: Any) -> list[str]:
 
 def test_the_1st_2nd_4th_step_that_drops_is_said_with_its_number(alone, caplog):
     """The first of them is the 13th step, and the fourth the last one."""
-    with world(HALF), caplog.at_level(logging.WARNING, "padded_dispatch"):
+    with world(HALF):
         training = Training(HALF)
         for number in range(16):
             drops = number >= 12
@@ -41,7 +41,7 @@ def test_the_1st_2nd_4th_step_that_drops_is_said_with_its_number(alone, caplog):
 
 
 def test_what_is_said_is_what_telemetry_reads(alone, caplog):
-    with world(HALF), caplog.at_level(logging.WARNING, "padded_dispatch"):
+    with world(HALF):
         training, read = Training(HALF), []
         start = Reader.start
 
@@ -76,7 +76,7 @@ def test_what_is_said_is_what_telemetry_reads(alone, caplog):
 )
 def test_nothing_is_said_where_nothing_is_lost(alone, caplog, changes):
     model = with_changes(HALF, changes)
-    with world(model), caplog.at_level(logging.WARNING, "padded_dispatch"):
+    with world(model):
         training = Training(model)
         for number in range(3):
             training.step(number)
@@ -97,7 +97,7 @@ def test_replays_recompute_and_evaluation_are_no_steps(alone, caplog, changes):
     model = with_changes(HALF, {"options": {"experts": "module"}, **changes})
     if "fields" in changes:
         model = with_changes(model, {"fields": {"recompute_num_layers": 1}})
-    with world(model), caplog.at_level(logging.WARNING, "padded_dispatch"):
+    with world(model):
         training = Training(model)
         training.step(0)
         training.capture()
@@ -109,7 +109,7 @@ def test_replays_recompute_and_evaluation_are_no_steps(alone, caplog, changes):
 
 
 def test_a_step_whose_input_gets_no_gradient_ends_with_the_next(alone, caplog, monkeypatch):
-    with world(HALF), caplog.at_level(logging.WARNING, "padded_dispatch"):
+    with world(HALF):
         training = Training(HALF)
         monkeypatch.setattr(torch.Tensor, "register_hook", lambda *_: None)
         for number in range(3):
@@ -121,7 +121,7 @@ def test_a_step_whose_input_gets_no_gradient_ends_with_the_next(alone, caplog, m
 @pytest.mark.parametrize("end", ["the process", "the model"])
 def test_a_reading_waits_for_its_copy_and_the_loop_does_not(alone, caplog, end):
     """The last one is looked at where the process or the model ends."""
-    with world(HALF), caplog.at_level(logging.WARNING, "padded_dispatch"):
+    with world(HALF):
         training, arrived = Training(HALF), [False]
         start = Reader.start
 
@@ -187,7 +187,7 @@ def test_each_stage_of_a_pipeline_says_what_its_layers_drop(pool2):
 
 
 def test_a_layer_by_padded_spec_says_what_it_drops_without_a_patch(caplog):
-    with tiny.one_process(), caplog.at_level(logging.WARNING, "padded_dispatch"):
+    with tiny.one_process():
         layer = tiny.padded_layer(moe_expert_capacity_factor=0.5)
         for _ in range(2):
             layer(torch.randn(8, 1, tiny.HIDDEN, requires_grad=True))[0].sum().backward()

@@ -75,7 +75,6 @@ class GenerationCase(Sizes):
     uneven: bool = False
     prompts: tuple[int, ...] = (9, 5, 7)
     new_tokens: int = 5
-    vocab: int = 64
 
     @property
     def max_tokens(self) -> int:
