@@ -28,15 +28,21 @@ import torch
 from padded_dispatch.train.settings import PRESETS
 from padded_dispatch.utils.results import about, append_run, require_results
 
-MODELS = "qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-35b-a3b"
-# Of the last, attention in all layers: Gated DeltaNet needs kernels that Megatron-LM lacks.
+# Of the last two, attention in all layers: Gated DeltaNet and Mamba need kernels that Megatron-LM
+# lacks. Nemotron's flags are those of examples/post_training/modelopt/conf/nvidia.
+MODELS = "qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-35b-a3b", "nemotron-3-super"
 OF_MODEL = {
     "qwen3.5-35b-a3b": " --attention-output-gate --moe-shared-expert-gate "
-    "--moe-shared-expert-intermediate-size 512"
+    "--moe-shared-expert-intermediate-size 512",
+    "nemotron-3-super": "--hidden-size 4096 --num-attention-heads 32 --num-query-groups 2 "
+    "--kv-channels 128 --num-experts 512 --moe-router-topk 22 --moe-ffn-hidden-size 2688 "
+    "--squared-relu --moe-latent-size 1024 --moe-shared-expert-intermediate-size 5376 "
+    "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 5.0 "
+    "--moe-router-enable-expert-bias",
 }
 EVERYWHERE = (
     "--group-query-attention --seq-length 4096 --max-position-embeddings 4096 "
-    "--position-embedding-type rope --rotary-base 1000000 --normalization RMSNorm --swiglu "
+    "--position-embedding-type rope --rotary-base 1000000 --normalization RMSNorm "
     "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 "
     "--hidden-dropout 0 --init-method-std 0.02 --transformer-impl transformer_engine --bf16 "
     "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion --moe-router-dtype fp32 "
@@ -92,13 +98,15 @@ def write_text(prefix: Path, sources: Path) -> None:
 
 def shape_flags(model: str) -> str:
     """Return the shape of a preset of `padded-dispatch train` as Megatron-LM's flags."""
+    if model not in PRESETS:
+        return OF_MODEL[model]
     shape = PRESETS[model].model
     return (
         f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_heads} "
         f"--num-query-groups {shape.num_kv_groups} --kv-channels {shape.head_size} "
         f"--num-experts {shape.num_experts} --moe-router-topk {shape.top_k} "
         f"--moe-ffn-hidden-size {shape.ffn_size}{' --qk-layernorm' if shape.qk_layernorm else ''}"
-        f"{OF_MODEL.get(model, '')}"
+        f" --swiglu{OF_MODEL.get(model, '')}"
     )
 
 
