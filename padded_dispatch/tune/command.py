@@ -11,7 +11,7 @@ from padded_dispatch.trace import Trace, load_traces
 from padded_dispatch.tune import plots, report
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.demand import demand_of
-from padded_dispatch.tune.recommend import Target, study
+from padded_dispatch.tune.recommend import DROP, require_drop, study
 from padded_dispatch.tune.replay import POOLS
 from padded_dispatch.utils.flags import Parser, errors_name_flags
 from padded_dispatch.utils.results import require_folder
@@ -28,10 +28,8 @@ def read(argv: list[str]) -> argparse.Namespace:
     about = "files or folders of `train --trace` or `--padded-trace`"
     add("traces", nargs="+", type=Path, metavar="TRACE", help=about)
     add("--report", type=Path, default=Path("tune.html"), help="page for the results")
-    about = "largest share of a step's rows that may find no room; 0.05 is 5 %%"
-    add("--drop", type=float, default=Target().drop, help=about)
-    about = "share of the steps in which no more do"
-    add("--steps-share", type=float, default=Target().steps_share, help=about)
+    about = "largest share of rows that may find no room; 0.01 is 1 %%"
+    add("--drop", type=float, default=DROP, help=about)
     about = "leave out earlier steps, such as the warm-up of the router"
     add("--from-step", type=int, default=0, help=about)
     about = (
@@ -65,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 def _tune(given: argparse.Namespace) -> int:
     # All that can be checked before the work is checked here.
-    target = Target(drop=given.drop, steps_share=given.steps_share)
+    require_drop(given.drop)
     for path in given.traces:
         if not path.exists():
             raise ValueError(
@@ -86,7 +84,7 @@ def _tune(given: argparse.Namespace) -> int:
         sizes = replace(sizes, num_layers=given.store_layers or len(demand.layers))
     found = study(
         demand,
-        target,
+        given.drop,
         name=", ".join(path.name for path in given.traces),
         pools=(given.pool,) if given.pool else POOLS,
         etp=given.etp,

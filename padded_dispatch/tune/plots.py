@@ -1,4 +1,4 @@
-"""Draw the figures of a study: drop by factor, and need by step.
+"""Draw the figures of a study: rows without room by factor, and need by step.
 
 Colours are Okabe and Ito's, which people with any colour vision can separate; lines differ in style
 or width as well. Matplotlib is imported when a figure is drawn: it comes with the extra `tune`.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from padded_dispatch.tune.recommend import Study, percent, smallest_sufficient
+from padded_dispatch.tune.recommend import Study, percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,9 +54,9 @@ def svg(figure: "Figure") -> str:
 
 
 def dropped(study: Study) -> "Figure":
-    """Draw the dropped share by factor: every layer, all layers, another pool, and balance."""
+    """Draw the share without room by factor: every layer, all layers, another pool, and balance."""
     figure, axes = _figure(4.2)
-    replay, target = study.chosen.replay, study.chosen.target
+    replay, drop = study.chosen.replay, study.chosen.drop
     of_layers = replay.dropped.sum(2) / np.maximum(replay.asked.sum(1), 1)  # [factors, layers]
     for i, of_layer in enumerate(of_layers.T if of_layers.shape[1] > 1 else ()):
         label = "each layer" if i == 0 else None
@@ -71,40 +71,30 @@ def dropped(study: Study) -> "Figure":
         balanced = _visible([option.balanced for option in study.options])
         label = "perfectly balanced router"
         axes.plot(replay.factors, balanced, color=GREEN, lw=1.8, ls="--", label=label)
-    if target.drop:
-        axes.axhline(target.drop, color=GREY, lw=1, ls=":", label=f"target: {percent(target.drop)}")
+    if drop:
+        axes.axhline(drop, color=GREY, lw=1, ls=":", label=f"at most: {percent(drop)}")
     _mark(axes.axvline, study)
     axes.set_yscale("log")
     axes.set_xlim(0, 1.5 * float(replay.factors[-1]))
     axes.set_ylim(_LEAST, 1)
     axes.yaxis.set_major_formatter(lambda share, _: f"{share * 100:g} %")
     axes.set_xlabel("capacity factor (room relative to balance)")
-    axes.set_ylabel("dropped rows")
-    axes.set_title("What each factor drops")
+    axes.set_ylabel("rows without room")
+    axes.set_title("What finds no room at each factor")
     figure.legend(loc="outside right upper")
     return figure
 
 
 def need(study: Study) -> "Figure":
-    """Draw the factor that every step needs, and the recommended one."""
+    """Draw the factor with room for all rows of a step, and the recommended one."""
     figure, axes = _figure(4.0)
-    replay, drop = study.chosen.replay, study.chosen.target.drop
-    factors = replay.factors
-    needed = factors[smallest_sufficient(replay.asked.sum(0), replay.dropped.sum(1), drop)]
-    of_layers = [
-        smallest_sufficient(asked, lost, drop)
-        for asked, lost in zip(replay.asked, replay.dropped.swapaxes(0, 1), strict=True)
-    ]
-    worst, steps = factors[np.stack(of_layers).max(0)], replay.steps
-    if len(of_layers) > 1:
-        axes.plot(steps, worst, color=BLUE, lw=0.8, alpha=0.5, label="layer that needs most")
-    axes.plot(steps, needed, color=BLACK, lw=0, marker=".", ms=4, label="all layers together")
+    replay = study.chosen.replay
+    axes.plot(replay.steps, replay.needed, color=BLACK, lw=0, marker=".", ms=4, label="a step")
     _mark(axes.axhline, study)
     axes.set_xlabel("training step")
     axes.set_ylabel("capacity factor needed")
-    kept = f"drop at most {percent(drop)}" if drop else "drop nothing"
-    axes.set_title(f"What each step needs to {kept}")
-    axes.set_ylim(0, 1.1 * float(worst.max()))
+    axes.set_title("What each step needs to have room for all rows")
+    axes.set_ylim(0, 1.1 * float(replay.needed.max()))
     figure.legend(loc="outside lower center", ncols=3)
     return figure
 

@@ -1,10 +1,8 @@
-"""Recommend a capacity factor: the smallest that keeps a target, over the steps of a trace.
+"""Recommend a capacity factor: the smallest that leaves at most a share of a trace's rows no room.
 
-The target is a quantile: in a share q of the steps at most a share x of the rows is dropped; a
-store drops none, and there rows count that are computed again. For every step there is a smallest
-replayed factor that drops no more than x; the recommended factor is the order statistic of these
-that a share q of the steps does not exceed. "Rows" are those of one layer for a layer's factor, and
-of all layers for the factor of all. Layers that share a store have no factors of their own.
+A row without room is dropped from cells, and computed again behind a store, where it costs time
+alone. "Rows" are those of one layer for a layer's factor, and of all layers for the factor of all.
+Layers that share a store have no factors of their own.
 
 The answer holds for steps like the ones in the trace. Each half of the steps is asked alone, too,
 and a warning names both if they differ by more than a tenth. What was tried for more certainty
@@ -26,27 +24,13 @@ from padded_dispatch.tune.demand import Demand
 from padded_dispatch.tune.replay import POOLS, Replay, replay
 
 _ALIKE = 1.1  # factors of two halves that differ by less are the same answer
+DROP = 0.01  # share of rows without room, where none is given
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """At most `drop` of the rows dropped in `steps_share` of the steps.
-
-    The default `drop` is 5 %: in studies, models that lost 7 to 10 % of their rows lost next to
-    nothing in quality (padded_dispatch/tune/README.md).
-
-    Raises:
-        ValueError: names the field, its value and what to change.
-    """
-
-    drop: float = 0.05
-    steps_share: float = 0.99
-
-    def __post_init__(self) -> None:
-        fix = f"for {self.drop:g} % set {self.drop / 100:g}" if 1 <= self.drop < 100 else ""
-        require(0 <= self.drop < 1, "drop", self.drop, "be a share from 0 to below 1", fix)
-        share = self.steps_share
-        require(0 < share <= 1, "steps_share", share, "be a share above 0 and at most 1")
+def require_drop(drop: float) -> None:
+    """Raise if `drop` is no share of rows that may have no room."""
+    fix = f"for {drop:g} % set {drop / 100:g}" if 1 <= drop < 100 else ""
+    require(0 <= drop < 1, "drop", drop, "be a share from 0 to below 1", fix)
 
 
 def percent(share: float) -> str:
@@ -68,7 +52,7 @@ class Advice:
 
     `room`: the slots of a cell, or the rows of a store, at it. `halves`: the factors of the first
     and the second half of the steps alone. `num_steps`: in the trace. `dropped`: share of all rows
-    that it drops; `worst`: the largest share in one step.
+    without room; `worst`: the largest share in one step.
     """
 
     factor: float
@@ -81,13 +65,13 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recommendation:
-    """Factors that keep the target with one kind of pool.
+    """The smallest factors with one kind of pool that leave at most `drop` of the rows no room.
 
     `overall`: one factor for all layers. `layers`: one for each, by layer number; of layers that
     share a store, what `overall` does to each. `replay`: what they come from.
     """
 
-    target: Target
+    drop: float
     overall: Advice
     layers: dict[int, Advice]
     replay: Replay
@@ -100,15 +84,14 @@ class Recommendation:
 
     def sentence(self) -> str:
         """Return the answer in a sentence."""
-        advice, target, pool = self.overall, self.target, self.replay.pool
+        advice, pool = self.overall, self.replay.pool
         room = f"{advice.room:,} slots per source rank and expert"
         if pool == "store":
             room = f"a store of {advice.room:,} rows"
-        rows = f"at most {percent(target.drop)} of rows" if target.drop else "no row"
         return (
             f"Set the capacity factor to {advice.factor:g} with capacity_pool={pool} ({room}): "
-            f"{rows} without room in {percent(target.steps_share)} of the "
-            f"{advice.num_steps:,} steps traced."
+            f"{percent(advice.dropped)} of the rows of the {advice.num_steps:,} steps traced find "
+            f"no room there, at most {percent(advice.worst)} in one step."
         )
 
     def warnings(self) -> list[str]:
@@ -125,40 +108,40 @@ class Recommendation:
         return found
 
 
-def recommend(replay: Replay, target: Target) -> Recommendation:
-    """Return the smallest factors of `replay` that keep the target.
-
-    Args:
-        replay: of a trace, over factors up to one that suffices in every step.
-        target: what to keep.
+def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
+    """Return the smallest factors of `replay` that leave at most `drop` of the rows no room.
 
     Raises:
-        ValueError: the largest factor is too small for some step, or no row was asked for.
+        ValueError: the largest factor is too small, no row was asked for, or `drop` is no share.
     """
+    require_drop(drop)
     if not replay.asked.any():
         raise ValueError("trace must ask for at least one expert, got padding only; trace again")
+    enough, most = replay.dropped_share[-1] <= drop, float(replay.factors[-1])
+    fix = f"add {replay.needed.max():g}"
+    require(bool(enough), "factors", most, "have room for enough rows", fix)
+
+    def smallest(asked: NDArray[np.int64], dropped: NDArray[np.int64]) -> int:
+        enough = dropped.sum(1) <= drop * asked.sum()
+        enough[-1] = True
+        return int(np.argmax(enough))
 
     def advice(
-        demand: NDArray[np.int64], dropped: NDArray[np.int64], index: int | None = None
+        asked: NDArray[np.int64], dropped: NDArray[np.int64], index: int | None = None
     ) -> Advice:
-        asked = demand > 0
-        demand, dropped = demand[asked], dropped[:, asked]
-        needed = smallest_sufficient(demand, dropped, target.drop)
-        share, most = target.steps_share, float(replay.factors[-1])
-        if index is None:
-            index, enough = quantile(needed, share), f"add {replay.needed.max():g}"
-            require((needed < len(dropped)).all(), "factors", most, "suffice in every step", enough)
-        needed = np.minimum(needed, len(dropped) - 1)
-        middle = len(needed) // 2
-        halves = needed[: max(1, middle)], needed[middle:]
-        first, second = (replay.factors[quantile(half, share)] for half in halves)
+        some = asked > 0
+        asked, dropped = asked[some], dropped[:, some]
+        index = smallest(asked, dropped) if index is None else index
+        middle = len(asked) // 2
+        halves = slice(max(1, middle)), slice(middle, None)
+        first, second = (smallest(asked[half], dropped[:, half]) for half in halves)
         return Advice(
             factor=float(replay.factors[index]),
             room=int(replay.room[index]),
-            halves=(float(first), float(second)),
-            num_steps=len(needed),
-            dropped=float(dropped[index].sum() / demand.sum()),
-            worst=float((dropped[index] / demand).max()),
+            halves=(float(replay.factors[first]), float(replay.factors[second])),
+            num_steps=len(asked),
+            dropped=float(dropped[index].sum() / asked.sum()),
+            worst=float((dropped[index] / asked).max()),
         )
 
     overall = advice(replay.asked.sum(0), replay.dropped.sum(1))
@@ -166,7 +149,7 @@ def recommend(replay: Replay, target: Target) -> Recommendation:
     if replay.pool == "store":
         shared = int(np.argmax(replay.factors == overall.factor))
     return Recommendation(
-        target=target,
+        drop=drop,
         replay=replay,
         overall=overall,
         layers={
@@ -177,45 +160,21 @@ def recommend(replay: Replay, target: Target) -> Recommendation:
     )
 
 
-def smallest_sufficient(
-    demand: NDArray[np.int64], dropped: NDArray[np.int64], drop: float
-) -> NDArray[np.int64]:
-    """Return the index of the first factor from which on at most `drop` is dropped, [steps].
-
-    It is the number of factors where even the last one drops more. `dropped` is [factors, steps],
-    and factors rise.
-
-    Example: of 10 rows, three factors drop 4, 1 and 0: for 0.1 it is 1, for 0 it is 2.
-    """
-    enough = dropped <= drop * demand
-    # Count from the last factor down, as long as all are enough.
-    return len(enough) - np.cumprod(enough[::-1], axis=0).sum(0)
-
-
-def quantile(values: NDArray, share: float) -> Any:
-    """Return the smallest value that a `share` of the values does not exceed, along the last axis.
-
-    Example: of 300 values, 0.99 gives the 297th in order.
-    """
-    place = math.ceil(share * values.shape[-1] - 1e-9)  # 0.07 * 100 is a little more than 7
-    return np.sort(values)[..., max(1, place) - 1]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """One factor, what it drops and what it costs.
 
-    `room`: see `Advice`. `dropped`: share of all rows; `in_most_steps`: share that the target's
-    share of the steps does not exceed; `worst_layer`: share of the layer that loses most;
-    `balanced`: of a perfectly balanced router, None for a store. `retried`: share of the steps in
-    which any layer drops a row, which `on_overflow="retry"` would run again. `kept_bytes`: see
-    `cost`; None where the layer's sizes are not known.
+    `room`: see `Advice`. `dropped`: share of all rows; `worst_step`, `worst_layer`: share of those
+    of the step and of the layer that lose most; `balanced`: of a perfectly balanced router, None
+    for a store. `retried`: share of the steps in which any layer drops a row, which
+    `on_overflow="retry"` would run again. `kept_bytes`: see `cost`; None where the layer's sizes
+    are not known.
     """
 
     factor: float
     room: int
     dropped: float
-    in_most_steps: float
+    worst_step: float
     worst_layer: float
     balanced: float | None
     retried: float
@@ -244,11 +203,9 @@ class Study:
     @cached_property
     def options(self) -> tuple[Option, ...]:
         """Effects of each factor with the recommended kind of pool."""
-        replay, target, num_tokens = self.chosen.replay, self.chosen.target, self.demand.num_tokens
+        replay, num_tokens = self.chosen.replay, self.demand.num_tokens
         worst = (replay.dropped.sum(2) / np.maximum(replay.asked.sum(1), 1)).max(1)
-        asked = replay.asked.sum(0)
-        by_step = replay.dropped.sum(1)[:, asked > 0] / asked[asked > 0]
-        in_most = quantile(by_step, target.steps_share)
+        by_step = (replay.dropped.sum(1) / np.maximum(replay.asked.sum(0), 1)).max(1)
         found = []
         for i, config in enumerate(replay.configs):
             balanced = None
@@ -264,7 +221,7 @@ class Study:
                     factor=float(replay.factors[i]),
                     room=int(replay.room[i]),
                     dropped=float(replay.dropped_share[i]),
-                    in_most_steps=float(in_most[i]),
+                    worst_step=float(by_step[i]),
                     worst_layer=float(worst[i]),
                     balanced=balanced,
                     retried=float((replay.dropped[i].sum(0) > 0).mean()),
@@ -276,7 +233,7 @@ class Study:
 
 def study(
     demand: Demand,
-    target: Target,
+    drop: float = DROP,
     *,
     name: str,
     pools: Sequence[CapacityPool] = POOLS,
@@ -290,7 +247,7 @@ def study(
 
     Args:
         demand: of training.
-        target: what to keep.
+        drop: the largest share of rows without room.
         name: of the trace, for titles.
         pools: kinds to compare, "expert" first.
         sizes: of the layer, for costs.
@@ -299,7 +256,7 @@ def study(
     Raises:
         ValueError: names the argument, its value and what to change.
     """
-    answers = {pool: recommend(replay(demand, pool=pool, **given), target) for pool in pools}
+    answers = {pool: recommend(replay(demand, pool=pool, **given), drop) for pool in pools}
     chosen = min(answers.values(), key=lambda answer: answer.overall.factor)
     return Study(
         name=name,

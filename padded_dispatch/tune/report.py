@@ -70,9 +70,7 @@ def factor_table(study: Study, options: Sequence[Option], *, brief: bool) -> Tab
         "factor": [f"{option.factor:g}" for option in options],
         _ROOM[study.pool]: [f"{option.room:,}" for option in options],
         "no room": [percent(option.dropped) for option in options],
-        f"{percent(study.chosen.target.steps_share)} of steps": [
-            f"<= {percent(option.in_most_steps)}" for option in options
-        ],
+        "worst step": [percent(option.worst_step) for option in options],
     }
     if not brief:
         columns["steps with such"] = [percent(option.retried) for option in options]
@@ -216,6 +214,6 @@ svg { width: 100%; height: auto; }
 """
 
 _CAPTIONS = {
-    "dropped": "Below the dotted line the target is kept.",
-    "need": "One point per step: the smallest factor that would have kept the target.",
+    "dropped": "Below the dotted line no more than that share is without room.",
+    "need": "One point per step: the smallest factor with room for all of its rows.",
 }

@@ -9,7 +9,7 @@ from padded_dispatch import cli
 from padded_dispatch.tune import command, plots, report
 from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.demand import demand_of
-from padded_dispatch.tune.recommend import Target, study
+from padded_dispatch.tune.recommend import study
 from tests.support.traces import save, synthetic_trace
 
 SIZES = dict(num_steps=20, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
@@ -33,10 +33,10 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     (tmp_path / "run").mkdir()
     for rank in (0, 1):
         save(TRACE.where(TRACE.ranks == rank), tmp_path / "run" / f"rank-{rank}.npy")
-    flags = "run --drop 0.02 --steps-share 0.9 --hidden-size 64 --ffn-size 48"
+    flags = "run --drop 0.02 --hidden-size 64 --ffn-size 48"
     printed, page = tune(flags)
     sizes = LayerSizes(hidden_size=64, ffn_size=48, num_layers=2)
-    found = study(DEMAND, Target(drop=0.02, steps_share=0.9), name="run", sizes=sizes)
+    found = study(DEMAND, 0.02, name="run", sizes=sizes)
     assert printed == report.summary(found, Path("tune.html")) + "\n"
     svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
     assert page == report.html(found, svgs)
@@ -44,7 +44,7 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     _, again = tune("run/rank-1.npy run/rank-0.npy --pool expert --report t/x")
     assert again == page  # The other report is elsewhere.
     sizes = "rank-1.npy, rank-0.npy"
-    alone = study(DEMAND, Target(), name=sizes, pools=("expert",))
+    alone = study(DEMAND, name=sizes, pools=("expert",))
     words = " ".join((tmp_path / "t" / "x").read_text().split())
     assert alone.chosen.sentence() in words
 
@@ -54,8 +54,8 @@ def test_etp_and_the_first_step(tune, tmp_path):
     printed, page = tune("trace.npy --etp 2 --from-step 15 --store-layers 1 --collectives")
     last = TRACE.where(TRACE.steps >= 15)
     given = {"etp": 2, "store_layers": 1, "strikes": "probs"}
-    found = study(demand_of(last), Target(), name="trace.npy", **given)
-    assert "in 99 % of the 5 steps traced" in found.chosen.sentence()
+    found = study(demand_of(last), name="trace.npy", **given)
+    assert "of the 5 steps traced" in found.chosen.sentence()
     assert "6 experts, top-2, 2 source ranks of 40 tokens each" in " ".join(page.split())
     assert " ".join(printed.split()).startswith(found.chosen.sentence())
 
@@ -80,7 +80,6 @@ def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path)
         ("good.npy --report .", "--report must be a file, got '.'; add a name"),
         ("nowhere.npy", "TRACE must be a trace or a folder of traces, got 'nowhere.npy'"),
         ("broken.npy", "broken.npy: must be a trace, got "),
-        ("good.npy --steps-share 2", "--steps-share must be a share above 0 and at mo"),
         ("good.npy --ffn-size 8", "--hidden-size and --ffn-size must be given together"),
         ("good.npy --from-step 20", "--from-step must be from 0 to the last, 19, got 20"),
         ("good.npy --from-step -1", "--from-step must be from 0 to the last, 19, got -1"),

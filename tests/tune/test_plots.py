@@ -5,7 +5,7 @@ import pytest
 
 from padded_dispatch.tune import plots
 from padded_dispatch.tune.demand import demand_of
-from padded_dispatch.tune.recommend import Target, study
+from padded_dispatch.tune.recommend import study
 from tests.support.traces import synthetic_trace
 
 SIZES = dict(num_steps=30, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
@@ -13,7 +13,7 @@ SIZES = dict(num_steps=30, num_layers=3, num_ranks=2, num_tokens=64, num_experts
 
 def studied(*, drop=0.02, **given):
     trace = synthetic_trace("lognormal", **SIZES)
-    return study(demand_of(trace), Target(drop=drop), name="x", **given)
+    return study(demand_of(trace), drop, name="x", **given)
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +38,18 @@ def test_dropped_shows_pools_layers_and_the_target(found):
     first = replay.dropped[:, 0].sum(1) / replay.asked[0].sum()
     shown = np.where(first >= 1e-6, first, np.nan)
     np.testing.assert_array_equal(drawn["each layer"].get_ydata()[:3], shown[:3])
-    assert drawn["target: 2 %"].get_ydata()[0] == 0.02
+    assert drawn["at most: 2 %"].get_ydata()[0] == 0.02
     factor = found.chosen.overall.factor
     assert drawn[f"recommended: {factor:g}"].get_xdata()[0] == factor
     alone = studied(pools=("expert",), drop=0.0)
     drawn = lines(plots.figures(alone)["dropped"])
     assert drawn["perfectly balanced router"].get_ydata()[0] == alone.options[0].balanced
     assert "all rows, pool store" not in drawn
-    assert not any(label.startswith("target") for label in drawn)
+    assert not any(label.startswith("at most") for label in drawn)
 
 
 def test_svg_is_text_without_a_prolog_and_always_the_same(found):
     first, second = (plots.svg(plots.figures(found)["dropped"]) for _ in range(2))
     assert first == second
     assert first.startswith("<svg ") and first.rstrip().endswith("</svg>")
-    assert ">dropped rows</text>" in first
+    assert ">rows without room</text>" in first

@@ -7,14 +7,7 @@ import pytest
 
 from padded_dispatch.tune.cost import LayerSizes, balanced_drop, kept_bytes
 from padded_dispatch.tune.demand import Demand, demand_of
-from padded_dispatch.tune.recommend import (
-    Target,
-    percent,
-    quantile,
-    recommend,
-    smallest_sufficient,
-    study,
-)
+from padded_dispatch.tune.recommend import percent, recommend, study
 from padded_dispatch.tune.replay import POOLS, replay
 from tests.support.traces import synthetic_trace
 
@@ -34,22 +27,8 @@ def demand(*needs) -> Demand:
     )
 
 
-def advise(*needs, factors=FACTORS, **target):
-    return recommend(replay(demand(*needs), factors), Target(**({"drop": 0.0} | target)))
-
-
-def mixed(num_steps, high, every):
-    """Mostly 1.2; `high` at every so many steps."""
-    needs = np.full(num_steps, 1.2)
-    needs[every // 2 :: every] = high
-    return needs
-
-
-def test_the_first_factor_from_which_on_all_are_enough():
-    demand = np.array([10, 10, 10])
-    dropped = np.array([[4, 0, 2], [1, 3, 2], [0, 0, 2]])
-    assert smallest_sufficient(demand, dropped, 0.1).tolist() == [1, 2, 3]
-    assert smallest_sufficient(demand, dropped, 0.0).tolist() == [2, 2, 3]
+def advise(*needs, factors=FACTORS, drop=0.0):
+    return recommend(replay(demand(*needs), factors), drop)
 
 
 def test_percent():
@@ -57,37 +36,24 @@ def test_percent():
     assert {share: percent(share) for share in shares} == shares
 
 
-def test_the_quantile_is_an_order_statistic():
-    values = np.random.default_rng(0).permutation(np.arange(1, 301))
-    assert [quantile(values, share) for share in (0.99, 0.5, 1.0, 1e-6)] == [297, 150, 300, 1]
-    assert quantile(np.arange(1, 101), 0.07) == 7
-    assert quantile(np.stack([values, 2 * values]), 0.99).tolist() == [297, 594]
-
-
-def test_the_smallest_factor_that_enough_steps_keep():
-    found = advise(mixed(1000, 1.3, 20), steps_share=0.95)
+def test_the_smallest_factor_that_leaves_enough_rows_room():
+    needs = np.tile([1.2, 1.3], 300)  # At 1.2 each second step has a row too many, of 20.
+    for drop, factor in ((0.0, 1.3), (0.0249, 1.3), (0.025, 1.2)):
+        assert advise(needs, drop=drop).overall.factor == factor
+    found = advise(needs, drop=0.025)
     advice = found.overall
-    assert (advice.factor, advice.room, advice.num_steps) == (1.2, 12, 1000)
-    assert (advice.dropped, advice.worst) == (50 / 20_000, 1 / 20)
-    assert (advice.halves, found.warnings()) == ((1.2, 1.2), [])
-    assert found.retried == 0.05
+    assert (advice.room, advice.num_steps, advice.halves) == (12, 600, (1.2, 1.2))
+    assert (advice.dropped, advice.worst, found.retried) == (0.025, 1 / 20, 0.5)
+    assert found.warnings() == []
     assert found.sentence() == (
         "Set the capacity factor to 1.2 with capacity_pool=expert (12 slots per source rank and "
-        "expert): no row without room in 95 % of the 1,000 steps traced."
+        "expert): 2.5 % of the rows of the 600 steps traced find no room there, at most 5 % in one "
+        "step."
     )
-    assert advise(mixed(1000, 1.3, 20), steps_share=0.951).overall.factor == 1.3
-
-
-def test_a_target_that_allows_drops():
-    needs = np.tile([1.2, 1.3], 300)
-    assert advise(needs).overall.factor == 1.3
-    assert advise(needs, drop=0.05).overall.factor == 1.2  # one row of 20
-    assert advise(needs, drop=0.0499).overall.factor == 1.3
-    with pytest.raises(ValueError, match=r"factors must suffice .*, got 1\.2; add 1\.3"):
+    with pytest.raises(ValueError, match=r"^factors must have room .*, got 1\.2; add 1\.3$"):
         advise(needs, factors=[1.0, 1.2])
-    assert (
-        "at most 5 % of rows without room in 99 % of the 600" in advise(needs, drop=0.05).sentence()
-    )
+    with pytest.raises(ValueError, match=r"^drop must be a share .*, got 5; for 5 % set 0\.05$"):
+        advise(needs, drop=5)
 
 
 def test_every_layer_has_its_own_factor_and_all_together_share_a_budget():
@@ -116,11 +82,11 @@ def test_a_step_that_asks_for_no_row_does_not_count():
     asked = demand(np.full(50, 1.2))
     asked.counts[3, 0, 0] = 1, 0
     asked.counts[7] = 0
-    assert recommend(replay(asked, FACTORS), Target()).overall.num_steps == 49
+    assert recommend(replay(asked, FACTORS)).overall.num_steps == 49
     asked.counts[:] = 0
     for pool in POOLS:
         with pytest.raises(ValueError, match="trace must ask for at least one expert, got padding"):
-            recommend(replay(asked, pool=pool), Target())
+            recommend(replay(asked, pool=pool))
 
 
 def test_missing_ranks_are_a_warning():
@@ -128,7 +94,7 @@ def test_missing_ranks_are_a_warning():
     trace = synthetic_trace("balanced", **sizes)
 
     def warnings(part):
-        return recommend(replay(demand_of(part), [1.0, 2.0]), Target()).warnings()
+        return recommend(replay(demand_of(part), [1.0, 2.0])).warnings()
 
     assert warnings(trace) == []
     assert warnings(trace.where(trace.ranks % 2 == 0)) == [
@@ -145,7 +111,7 @@ LAYER = LayerSizes(hidden_size=64, ffn_size=48)
 
 def studied(kind, *, ranks=2, **given):
     trace = dataclasses.replace(synthetic_trace(kind, **SIZES), num_experts=16 + 2 - ranks)
-    return study(demand_of(trace), Target(), name="x", **given)
+    return study(demand_of(trace), name="x", **given)
 
 
 def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
@@ -154,14 +120,14 @@ def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
     assert (expert.replay.pool, store.replay.pool) == ("expert", "store")
     assert store.overall.factor < expert.overall.factor
     assert found.chosen is store and found.pool == "store"
-    rows = f"with capacity_pool=store (a store of {store.overall.room:,} rows): at most 5 % of rows"
-    assert rows in found.chosen.sentence()
+    rows = f"with capacity_pool=store (a store of {store.overall.room:,} rows): "
+    assert rows in found.chosen.sentence() and store.overall.dropped <= 0.01
     assert {advice.factor for advice in store.layers.values()} == {store.overall.factor}
     trace = synthetic_trace("lognormal", **SIZES)
     for pool in POOLS:
         of_run = demand_of(dataclasses.replace(trace, capacity_pool=pool))
-        assert study(of_run, Target(), name="x").pool == pool
-    assert study(of_run, Target(), name="x", pools=("expert",)).pool == "expert"
+        assert study(of_run, name="x").pool == pool
+    assert study(of_run, name="x", pools=("expert",)).pool == "expert"
     with pytest.raises(ValueError, match="num_experts must be a multiple of num_ranks=2, got 17"):
         studied("uniform", ranks=1)
     assert studied("uniform", ranks=1, etp=2).chosen.overall.num_steps == 40
@@ -176,7 +142,7 @@ def test_options_are_what_the_replay_says(pool):
         dropped, config = replay.dropped[i], replay.configs[i]
         by_step = np.sort(dropped.sum(0) / replay.asked.sum(0))
         assert option.dropped == dropped.sum() / replay.asked.sum()
-        assert option.in_most_steps == by_step[39]
+        assert option.worst_step == by_step[-1]
         assert option.worst_layer == max(dropped.sum(1) / replay.asked.sum(1))
         assert option.retried == (dropped.sum(0) > 0).mean()
         room = {"expert": config.capacity(64), "store": config.store_rows(64, 2)}

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.megatron import PaddedOptions, run
 from padded_dispatch.tune.demand import demand_of
-from padded_dispatch.tune.recommend import Study, Target, study
+from padded_dispatch.tune.recommend import Study, study
 from padded_dispatch.tune.settings import blocks, options
 from tests.support.traces import synthetic_trace
 
@@ -23,8 +23,7 @@ MODEL: dict[str, Any] = dict(
 SIZES = dict(num_steps=30, num_layers=2, num_ranks=2, num_tokens=64, num_experts=8, top_k=2)
 TRACE = synthetic_trace("lognormal", **SIZES, seed=1)
 STUDIES = {
-    pool: study(demand_of(TRACE), Target(), name="lognormal", pools=(pool,))
-    for pool in ("expert", "store")
+    pool: study(demand_of(TRACE), name="lognormal", pools=(pool,)) for pool in ("expert", "store")
 }
 EACH = pytest.mark.parametrize("per_layer", [False, True])
 EACH_POOL = pytest.mark.parametrize("found", STUDIES.values(), ids=STUDIES)
