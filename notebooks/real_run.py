@@ -28,11 +28,14 @@ import torch
 from padded_dispatch.train.settings import PRESETS
 from padded_dispatch.utils.results import about, append_run, require_results
 
-# Of the last two, attention in all layers: Gated DeltaNet and Mamba need kernels that Megatron-LM
-# lacks. Nemotron's flags are those of examples/post_training/modelopt/conf/nvidia.
-MODELS = "qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-35b-a3b", "nemotron-3-super"
-OF_MODEL = {
-    "qwen3.5-35b-a3b": " --attention-output-gate --moe-shared-expert-gate "
+MODELS = "qwen3-30b-a3b", "gpt-oss-20b"
+# Twins of recipes with static capacity, with attention in all layers: Gated DeltaNet and Mamba need
+# kernels that Megatron-LM lacks. The first has the sizes of Hugging Face's config, the second those
+# of Megatron-LM's examples/post_training/modelopt/conf/nvidia.
+TWINS = {
+    "qwen3.5-35b-a3b": "--hidden-size 2048 --num-attention-heads 16 --num-query-groups 2 "
+    "--kv-channels 256 --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 512 "
+    "--qk-layernorm --swiglu --attention-output-gate --moe-shared-expert-gate "
     "--moe-shared-expert-intermediate-size 512",
     "nemotron-3-super": "--hidden-size 4096 --num-attention-heads 32 --num-query-groups 2 "
     "--kv-channels 128 --num-experts 512 --moe-router-topk 22 --moe-ffn-hidden-size 2688 "
@@ -97,16 +100,16 @@ def write_text(prefix: Path, sources: Path) -> None:
 
 
 def shape_flags(model: str) -> str:
-    """Return the shape of a preset of `padded-dispatch train` as Megatron-LM's flags."""
-    if model not in PRESETS:
-        return OF_MODEL[model]
+    """Return the shape of a twin, or of a preset of `padded-dispatch train`, as flags."""
+    if model in TWINS:
+        return TWINS[model]
     shape = PRESETS[model].model
     return (
         f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_heads} "
         f"--num-query-groups {shape.num_kv_groups} --kv-channels {shape.head_size} "
         f"--num-experts {shape.num_experts} --moe-router-topk {shape.top_k} "
-        f"--moe-ffn-hidden-size {shape.ffn_size}{' --qk-layernorm' if shape.qk_layernorm else ''}"
-        f" --swiglu{OF_MODEL.get(model, '')}"
+        f"--moe-ffn-hidden-size {shape.ffn_size} --swiglu"
+        f"{' --qk-layernorm' if shape.qk_layernorm else ''}"
     )
 
 
@@ -155,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--megatron-lm", type=Path, required=True, help="its folder")
     parser.add_argument("--out", type=Path, required=True, help="results file")
     parser.add_argument("--commit", help="of the code")
-    parser.add_argument("--models", nargs="+", default=MODELS[:2], choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=[*MODELS, *TWINS])
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--ep", type=int, default=1, help="GPUs, and ranks that share the experts")
     parser.add_argument("--layers", type=int, default=6)

@@ -104,16 +104,6 @@ PRESETS = {
             qk_layernorm=True,
         ),
     ),
-    "qwen3.5-35b-a3b": Preset(
-        about="layers like Qwen3.5-35B-A3B's, with attention in each, without its shared expert",
-        model=ModelShape(
-            **vars(SHAPES["qwen3.5-35b-a3b"]),
-            num_heads=16,
-            num_kv_groups=2,
-            head_size=256,
-            qk_layernorm=True,
-        ),
-    ),
     "small": Preset(
         about="16 layers of 64 small experts, 0.9 billion parameters",
         model=ModelShape(

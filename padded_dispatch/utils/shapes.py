@@ -15,7 +15,6 @@ class LayerShape:
 
 SHAPES = {
     "qwen3-30b-a3b": LayerShape(hidden_size=2048, num_experts=128, top_k=8, ffn_size=768),
-    "qwen3.5-35b-a3b": LayerShape(hidden_size=2048, num_experts=256, top_k=8, ffn_size=512),
     "gpt-oss-20b": LayerShape(hidden_size=2880, num_experts=32, top_k=4, ffn_size=2880),
     "deepseek-v2-lite": LayerShape(hidden_size=2048, num_experts=64, top_k=6, ffn_size=1408),
 }
