@@ -17,8 +17,8 @@ scattermoe  shawntan/scattermoe 47b5e15, mlp.py, GLUMLP
 megablocks  databricks/megablocks 78eea65, layers/dmoe.py, on tgale96/grouped_gemm ebeae0b
 
 With `--ep` torch is torchtitan's AllToAllTokenDispatcher, which reads counts on the host, and
-minimal its MinimalAsyncEP. Its rows are copied, since the next exchange overwrites them; torchtitan
-runs the layer again instead.
+minimal its MinimalAsyncEP. All rows that it has room for are copied, since backward's exchange
+overwrites them (torchtitan runs the layer again instead); its buffers are not in `peak_gib`.
 """
 
 import argparse
@@ -47,6 +47,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
 from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.bench.measure import sm_mhz
+from padded_dispatch.exchange.symmetric_memory import allocated_gib
 from padded_dispatch.utils.results import about, append_run, require_results
 
 RECORDED, STEP, LAYER = Path(__file__).parent / "results" / "routing_counts.npz", 10, 6
@@ -263,7 +264,7 @@ def timed(run: Callable[[], object]) -> Row:
     repeat(5)
     torch.cuda.reset_peak_memory_stats()
     samples, hosts = zip(*(repeat(PASSES) for _ in range(SAMPLES)), strict=True)
-    ms, peak = statistics.median(samples), torch.cuda.max_memory_allocated() / 2**30
+    ms, peak = statistics.median(samples), allocated_gib()
     passes = torch.tensor(round(SUSTAINED_MS / ms), device="cuda")
     if dist.is_initialized():
         dist.broadcast(passes, 0)
@@ -366,6 +367,8 @@ def main(argv: list[str] | None = None) -> None:
         for row in rows_of(given.row, sys.stdin.readline):
             if os.environ.get("RANK", "0") == "0":
                 print(json.dumps(row), flush=True)
+            elif "reason" in row:
+                sys.exit(row["reason"])  # The launcher ends rank 0, too.
         return
     require_results("--out", given.out)
     tokens, models = SIZES[given.cpu]

@@ -38,7 +38,9 @@ def run(
 ) -> Tensor:
     """Do what `experts.run` says; raise for what `gemm.check_on_gpu` refuses."""
     gemm.check_on_gpu(tokens_TD, weights.fc1_LGD, 8 if weights.scaled is None else 16)
-    given = weights.fc1_LGD, weights.fc2_LDF, weights.fc1_bias_LG, weights.fc2_bias_LD
+    # Autograd asks for this gradient in all passes, and tokens are kept for it.
+    fc1_LGD = weights.fc1_LGD if torch.is_grad_enabled() else weights.fc1_LGD.detach()
+    given = fc1_LGD, weights.fc2_LDF, weights.fc1_bias_LG, weights.fc2_bias_LD
     return _Pass.apply(tokens_TD, prob_TK, *given, weights, activation, call)
 
 
@@ -80,14 +82,14 @@ class _Pass(torch.autograd.Function):
             num_expected=room.share,
         )
         segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
-        buffers = room.buffers(fc1_width, tokens_TD.dtype, tokens_TD.device)
+        buffers = room.buffers(segments.num_rows, fc1_width, like=tokens_TD)
         home_M = None if wire.homes_S is None else buffers.home_M
         row_SPK = torch.empty_like(arrived.expert_SPK)
-        came, prob_SPK, kept_SPD = arrived.values, arrived.prob_SPK, None
-        tokens_SPD = came.rows_SPD
-        if not wire.lasts and (room.overwritten or ctx.needs_input_grad[2]):
-            tokens_SPD = kept_SPD = torch.empty_like(came.rows_SPD)
-        if not wire.lasts and room.overwritten:
+        came, prob_SPK = arrived.values, arrived.prob_SPK
+        keeps = room.overwritten or ctx.needs_input_grad[2]
+        kept_SPD = torch.empty_like(came.rows_SPD) if keeps and not wire.lasts else None
+        tokens = (came.rows_SPD if wire.lasts else kept_SPD, came.own_TD) if keeps else (None, None)
+        if room.overwritten and not wire.lasts:
             prob_SPK = prob_SPK.clone()
         choices = {"expert_SPK": arrived.expert_SPK, "place_SPK": arrived.place_SPK}
         choices |= {"level": found.level, "kept_SPD": kept_SPD}
@@ -104,7 +106,7 @@ class _Pass(torch.autograd.Function):
         # Autograd may drop memory of the pass's own, and have it filled again by recompute.
         mine = tuple(vars(buffers).values())
         own, stored = (mine, ()) if room.stack is None else ((), mine)
-        kept = tokens_SPD, came.own_TD, prob_SPK
+        kept = *tokens, prob_SPK if room.overwritten else None
         ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *kept, *own)
         given = {"segments": segments, "row_SPK": row_SPK, "stored": stored, "own": came.own}
         ctx.kept = _Kept(wire=wire, room=room, found=found, **given)

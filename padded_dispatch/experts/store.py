@@ -3,14 +3,14 @@
 Demand of a single layer varies widely, that of all layers together little. So the layers of a chunk
 share one store for each micro-batch in flight, used as a stack, for what backward needs:
 
-    M      sum of `DispatchConfig.rows(T)` over the calls that keep rows, or N if that is more
+    M      sum of `DispatchConfig.rows(T)` over calls that keep rows, at least `store_rows(T, 1)`
     top    rows in use, on the device
     forward of call i     base = top (0 for the first), rows from base on, top = base + n
     backward of call i    behind its last use of the rows, top is what it was
 
 A call that finds the store full writes over the last rows of the calls before it. Backward computes
-those again from the tokens, which every pass keeps, so nothing is lost. A call has at most N rows;
-what exceeds them is cut by a water level (`kernels.layout`), which needs more than five ranks.
+those again from the tokens, which such calls keep, so nothing is lost. What one call has beyond M
+is cut by a water level (`kernels.layout`), which needs more than five ranks.
 
 Base and top never reach the host. It mirrors which calls have rows in which stack: a call takes the
 stack that an earlier call of its pass used last, else one without rows, whose first call starts at
@@ -23,7 +23,6 @@ have memory of their own: `scratch`, alike in both passes of a recomputed layer,
 
 import dataclasses
 import functools
-import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -132,11 +131,12 @@ class Room:
     stack: _Stack | None = None
     entry: Entry | None = field(default=None, repr=False)
 
-    def buffers(self, fc1_width: int, dtype: torch.dtype, device: torch.device) -> Buffers:
-        """Return the memory of the rows; of a stack, new at the first call with such a width."""
+    def buffers(self, num_rows: int, fc1_width: int, like: Tensor) -> Buffers:
+        """Return memory of `num_rows`; that of a stack, new at the first call with such a width."""
+        key, device = (fc1_width, like.dtype), like.device
         if self.stack is None:
-            return Buffers.empty(self.limit, fc1_width, dtype, device)
-        key, known = (fc1_width, dtype), self.stack.buffers
+            return Buffers.empty(num_rows, *key, device)
+        known = self.stack.buffers
         if key not in known:
             known[key] = Buffers.empty(self.stack.num_rows, *key, device)
         return known[key]
@@ -239,10 +239,9 @@ def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Roo
     most = [min(config.most_rows(num_tokens), limit) for config in configs]
     rooms = []
     for i, config in enumerate(configs):
-        # Where its rows end at most, and where those of calls behind it begin at least.
-        end, begin = sum(most[: i + 1]), limit - max(most[i + 1 :], default=-math.inf)
-        share = config.share(num_tokens)
-        rooms.append(Room(limit=limit, most=most[i], share=share, overwritten=end > begin))
+        end, share = sum(most[: i + 1]), config.share(num_tokens)
+        overwritten = any(end + rows > limit for rows in most[i + 1 :])
+        rooms.append(Room(limit=limit, most=most[i], share=share, overwritten=overwritten))
     return tuple(rooms)
 
 

@@ -150,8 +150,6 @@ def _against_ours(config: Any) -> str:
         return "Megatron-Bridge adds adapters, which wrap Megatron's own linears"
     if not config.bf16 and torch.cuda.is_available():
         return "bf16 is not set"
-    if (config.expert_tensor_parallel_size or 1) > 1:
-        return "no times were measured with expert_tensor_parallel_size above 1"
     sizes = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
     multiple = 16 if config.fp8 else 8
     if any(size % multiple for size in sizes):

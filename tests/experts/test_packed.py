@@ -293,6 +293,25 @@ def test_rooms_that_keep_nothing_compute_the_same():
             assert torch.equal(given(fitting), kept)
 
 
+def _without_gradients(case: Case) -> None:
+    with torch.no_grad():
+        model, room = Model(case, torch.float32), partial(scratch, case.config, case.tokens)
+        forward(model, packed.run, exchange_of(case), room)
+
+
+def test_a_pass_without_gradients_keeps_no_tokens(monkeypatch):
+    kept, spread_rows = [], packed.rows.spread_rows
+
+    def noted(*args: Any, kept_SPD: Any = None, **given: Any) -> Any:
+        kept.append(kept_SPD)
+        return spread_rows(*args, kept_SPD=kept_SPD, **given)
+
+    monkeypatch.setattr(packed.rows, "spread_rows", noted)
+    with threads_as_ranks():
+        run_on_threads(2, _without_gradients, Case(ranks=2, exchange="direct"))
+    assert kept == [None] * 2
+
+
 def test_recompute_frees_what_the_first_pass_kept(monkeypatch):
     """With torch's hooks of saved tensors, whose second pass only fills the memory again."""
     case, made, found = Case(routings=("thin",)), [], []

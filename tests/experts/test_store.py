@@ -152,13 +152,13 @@ def test_a_call_with_other_tokens_than_the_pass():
 def test_buffers_are_made_once_for_each_shape():
     store = make_store(1)
     room = take(store, 0)
-    given = 6, torch.bfloat16, torch.device("cpu")
-    found = room.buffers(*given)
-    assert room.buffers(*given) is found
+    like = torch.empty(0, dtype=torch.bfloat16)
+    found = room.buffers(7, 6, like)
+    assert room.buffers(9, 6, like) is found
     assert found.fc1_MG.shape == (80, 6)
     tensors: list[Tensor] = list(vars(found).values())
     assert sum(tensor.nbytes for tensor in tensors) == Buffers.num_bytes(80, 6, 2)
-    assert room.buffers(8, *given[1:]) is not found
+    assert room.buffers(7, 8, like) is not found
 
 
 def test_scratch_and_fitting():

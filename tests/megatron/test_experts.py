@@ -301,7 +301,7 @@ NOT_BLOCKWISE = (
         ({"moe_expert_capacity_factor": 1.0, "expert_model_parallel_size": 2}, True, "experts"),
         ({"bf16": False}, True, "experts='auto'"),
         ({"moe_ffn_hidden_size": 20}, False, "the sizes 16 and 20 are not multiples of 8"),
-        ({"expert_tensor_parallel_size": 2}, False, "no times were measured with expert_tensor"),
+        ({"expert_tensor_parallel_size": 2}, True, "experts='auto'"),
         ({"moe_latent_size": 8}, True, "experts='auto'"),
         ({"moe_latent_size": 12}, False, "the sizes 12 and 24 are not multiples of 8"),
         ({"use_te_activation_func": True}, False, "packed experts do not support"),
