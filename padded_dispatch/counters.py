@@ -76,7 +76,7 @@ class Counters:
         num_unplaced: rows of a token beyond K, which have no place in the plan. Must be zero.
         idle_passes: passes in which this rank's experts received no row.
         struck: rows that found no slot on the wire.
-        num_again: rows that found a store full; backward computes about as many again.
+        num_again: rows of a store that were overwritten; backward computes at least as many again.
         max_need: the largest need of one pass since it was last zeroed; the only number that is no
             sum. Cells: demand for one expert. A store: rows that would have held all, of this pass
             and of what shares the store with it; where rows were struck, at least.
@@ -278,7 +278,7 @@ class Snapshot:
         idle_passes, struck, unplaced: counts, see `Counters`.
 
         Of a store also:
-        again: rows that found it full, over rows asked for; backward computes about as many again.
+        again: rows that were overwritten over rows asked for; backward computes at least as many.
 
         Of cells also:
         dropped_mass: dropped probability over probability asked for.

@@ -5,10 +5,10 @@
                activation's, fc1's with rows sent home, sum, spread, fc1's weight's
 
 Fc1's results lie in the store until backward, or until a pass needs the room. A pass keeps the
-tokens that arrived in place of their rows, which backward spreads again. Fc2's input is computed
-again by the kernel of the activation's gradient, which overwrites fc1's results. So backward runs
-once per forward pass. Products in e4m3 read rows that are quantized where they are made, and kept
-for that product only.
+tokens that arrived in place of their rows, if backward will spread them again. Fc2's input is
+computed again by the kernel of the activation's gradient, which overwrites fc1's results. So
+backward runs once per forward pass. Products in e4m3 read rows that are quantized where they are
+made, and kept for that product only.
 
 Pushes and returns alternate (`exchange.direct` says why), so backward always brings gradients home,
 wanted or not.

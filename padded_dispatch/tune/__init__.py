@@ -3,7 +3,7 @@
 demand          counts the rows that a trace asks for
 replay          replays counts at any factor, exactly: cells, and the store
 cost            bytes of a factor; the drop of a perfectly balanced router
-recommend       the smallest factor that keeps a target; a study of one trace
+recommend       the smallest factor that leaves few rows no room; a study of one trace
 settings        blocks to paste
 plots           figures of a study
 report          the text for the terminal, and the page

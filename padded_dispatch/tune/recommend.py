@@ -1,8 +1,8 @@
 """Recommend a capacity factor: the smallest that leaves at most a share of a trace's rows no room.
 
-A row without room is dropped from cells, and computed again behind a store, where it costs time
-alone. "Rows" are those of one layer for a layer's factor, and of all layers for the factor of all.
-Layers that share a store have no factors of their own.
+A row without room is dropped from cells; in a full store it overwrites another one, which costs
+time alone. "Rows" are those of one layer for a layer's factor, and of all layers for the factor of
+all. Layers that share a store have no factors of their own.
 
 The answer holds for steps like the ones in the trace. Each half of the steps is asked alone, too,
 and a warning names both if they differ by more than a tenth. What was tried for more certainty

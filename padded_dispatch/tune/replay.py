@@ -4,7 +4,8 @@ Which rows find room depends on counts alone, as does `DispatchConfig.capacity_p
 
 - "expert": a source's rows for one expert have C slots, a cell. Others are dropped.
 - "store": all rows of a rank, of all layers of a model chunk, share M rows. The layers of a pass
-  stack their rows in order. Backward computes those past M again; none is dropped.
+  stack their rows in order. What exceeds M overwrites as many rows, which backward computes again;
+  of what one layer has beyond M, which is counted, too, nothing is kept.
 
 Letters: T tokens; K experts per token; E experts; L experts of one rank; R ranks of experts; C
 slots of a cell; M rows of a store.

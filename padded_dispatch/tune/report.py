@@ -136,7 +136,7 @@ def whole(study: Study) -> str:
     ]
     note = "No room: of all rows."
     if not own:
-        note += " Of a store backward computes them again."
+        note += " In a store each overwrites another, which backward computes again."
     else:
         note += ' They are dropped; on_overflow="retry" would run such steps again.'
         note += " Balanced: what a perfectly balanced router drops, as tokens choose at random."

@@ -91,7 +91,7 @@ def rooms_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_rows_past_a_store_are_kept_and_counted(caplog):
+def test_rows_of_a_full_store_are_kept_and_counted(caplog):
     """Three layers with half of the room: rows that are overwritten are computed again."""
     layers = chain(3, 0.5)
     for made in layers:

@@ -25,7 +25,7 @@ def lines(figure):
     return {str(line.get_label()): line for line in figure.axes[0].lines}
 
 
-def test_dropped_shows_pools_layers_and_the_target(found):
+def test_dropped_shows_pools_layers_and_the_share_asked_for(found):
     figure = plots.figures(found)["dropped"]
     drawn = lines(figure)
     for answer in found.answers:
