@@ -228,8 +228,7 @@ class DispatchConfig:
 def kept_tokens(num_sources: int, num_tokens: int, num_slots: int, *, direct: bool) -> int:
     """Return how many tokens a pass of T tokens and P slots keeps until backward.
 
-    Direct stores keep those of the other ranks, collectives all that arrived. With one source
-    nothing moves.
+    Direct stores keep those of the other ranks, collectives all that arrived; one source none.
     """
     if direct:
         return (num_sources - 1) * max(num_tokens, num_slots)

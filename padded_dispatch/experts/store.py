@@ -189,8 +189,7 @@ class Store:
             num_tokens: T.
             count_SL: its device is read.
         """
-        captures = is_capturing()
-        stack = None
+        captures, stack = is_capturing(), None
         for one in self._stacks:
             goes_on = one.captured == captures and one.num_tokens == num_tokens
             if goes_on and -1 < one.last < numbers[-1] < len(one.rooms):
@@ -239,6 +238,7 @@ def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Roo
     most = [min(config.most_rows(num_tokens), limit) for config in configs]
     rooms = []
     for i, config in enumerate(configs):
+        # It ends there at most; a call behind it overwrites what lies beyond M less its own rows.
         end, share = sum(most[: i + 1]), config.share(num_tokens)
         overwritten = any(end + rows > limit for rows in most[i + 1 :])
         rooms.append(Room(limit=limit, most=most[i], share=share, overwritten=overwritten))
