@@ -142,6 +142,9 @@ def test_rows_by_hand(capacity_pool, changes, rows, slots):
 
 def test_a_store_has_all_rows_of_a_layer_or_five_shares():
     config = DispatchConfig(**{**GOOD, "num_ranks": 8, "num_experts": 8}, capacity_pool="store")
+    assert config.most_rows(100) == 8 * 100
+    never = dataclasses.replace(config, capacity_factor=NO_DROP)
+    assert never.store_rows(100, 1) == 800
     assert [config.store_rows(100, layers) for layers in (1, 3, 4)] == [800, 800, 1000]
     wide = dataclasses.replace(config, num_ranks=16, num_experts=32)
     never = dataclasses.replace(wide, capacity_factor=NO_DROP)

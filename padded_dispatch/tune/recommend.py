@@ -123,7 +123,7 @@ def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
 
     def smallest(asked: NDArray[np.int64], dropped: NDArray[np.int64]) -> int:
         enough = dropped.sum(1) <= drop * asked.sum()
-        enough[-1] = True
+        enough[-1] = True  # A half, or a layer, may need more than all together.
         return int(np.argmax(enough))
 
     def advice(

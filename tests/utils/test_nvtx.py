@@ -37,6 +37,13 @@ def test_every_stage_has_a_name_in_order(shown):
     assert shown.count("-") == len(names)
 
 
-def test_without_nvtx_functions_stay_as_they_are(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    assert nvtx_range("select")(len) is len
+def test_a_range_ends_with_an_error_and_needs_nvtx(shown, monkeypatch):
+    def fails() -> None:
+        raise KeyError
+
+    for expected in (["padded_dispatch.select", "-"], []):
+        with pytest.raises(KeyError):
+            nvtx_range("select")(fails)()
+        assert shown == expected
+        shown.clear()
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
