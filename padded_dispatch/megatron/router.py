@@ -140,19 +140,24 @@ class SelectAfterCounting(TopKRouter):
         return super().forward(input, padding_mask)
 
     def gating(self, input: Tensor) -> Tensor:
-        """Return the logits, also where the bias is narrower than they are.
+        """Return the logits, whose gradients bf16 tokens and weight meet as they are: `_Gradients`.
 
-        Megatron-Core passes the bias to Transformer Engine's GEMM as it is, and the GEMM reads it
-        in the dtype of the output. Seen with 0.19.0 and 2.20.2: a bf16 bias and
-        `moe_router_dtype="fp32"` give logits that are off by 8.8 and change with the memory behind
-        the bias.
+        Also where the bias is narrower than the logits. Megatron-Core passes the bias to
+        Transformer Engine's GEMM as it is, and the GEMM reads it in the dtype of the output. Seen
+        with 0.19.0 and 2.20.2: a bf16 bias and `moe_router_dtype="fp32"` give logits that are off
+        by 8.8 and change with the memory behind the bias.
         """
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
-        if self.bias is None or self.bias.dtype == dtype:
-            return super().gating(input)
-        from megatron.core.transformer.moe.moe_utils import router_gating_linear
+        narrow = input.dtype == self.weight.dtype == torch.bfloat16
+        splits = narrow and dtype == torch.float32
+        with torch.no_grad() if splits else nullcontext():
+            if self.bias is None or self.bias.dtype == dtype:
+                logits = super().gating(input)
+            else:
+                from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
-        return router_gating_linear(input, self.weight, self.bias.to(dtype), dtype)
+                logits = router_gating_linear(input, self.weight, self.bias.to(dtype), dtype)
+        return _Gradients.apply(input, self.weight, self.bias, logits) if splits else logits
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Do what `TopKRouter.routing` does, then keep at most C rows per expert of cells.
@@ -202,6 +207,31 @@ class SelectAfterCounting(TopKRouter):
                 routing_map = routing_map & ~padding_mask[:, None]
             assert self.local_tokens_per_expert is not None
             self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+class _Gradients(torch.autograd.Function):
+    """Give fp32 logits the gradients of bf16 tokens and weight.
+
+    The gradient of the logits becomes the sum of two numbers in bf16, which hold 16 bits of it.
+    Megatron makes fp32 of tokens and weight, and multiplies in TF32, which has 11.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input, weight_ED, bias, logits):
+        ctx.save_for_backward(input, weight_ED, bias)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        input, weight_ED, bias = ctx.saved_tensors
+        grad_TE, tokens_TD = grad.flatten(0, -2), input.flatten(0, -2)
+        both_T2E = tokens_TD.new_empty(len(grad_TE), 2, grad_TE.shape[1])
+        high_TE, low_TE = both_T2E.unbind(1)
+        torch.sub(grad_TE, high_TE.copy_(grad_TE), out=low_TE)
+        grad_TD = both_T2E.flatten(1) @ torch.cat([weight_ED, weight_ED])
+        grad_ED = torch.addmm(low_TE.T @ tokens_TD, high_TE.T, tokens_TD)
+        grad_bias = None if bias is None else grad_TE.sum(0).to(bias.dtype)
+        return grad_TD.view_as(input), grad_ED, grad_bias, None
 
 
 @functools.cache

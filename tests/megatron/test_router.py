@@ -197,3 +197,28 @@ def test_gating_with_a_bias_narrower_than_the_logits(monkeypatch):
     logits.sum().backward()
     assert route.bias.grad.dtype == torch.bfloat16
     assert route.bias.grad.tolist() == [T] * 4
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-30])
+def test_gradients_of_logits_have_sixteen_bits(scale):
+    settings = {"params_dtype": torch.bfloat16, "moe_router_dtype": "fp32"}
+    route = router(add_bias_linear=True, **settings)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        route.weight[:, 0] = 1.0
+    given = torch.randn(T, 1, tiny.HIDDEN, generator=generator).bfloat16().requires_grad_()
+    grad = torch.randn(T, 1, tiny.NUM_EXPERTS, generator=generator) * scale
+    # Rounded to bf16 they cancel.
+    grad[0, 0] = torch.tensor([1 + 2.0**-12, -1.0, 0.0, 0.0]) * scale
+    route.gating(given).backward(grad)
+    assert given.grad is not None and given.grad[0, 0, 0] == 2.0**-12 * scale
+    pairs = {
+        given: torch.einsum("tbe,ed->tbd", grad.double(), route.weight.double()),
+        route.weight: torch.einsum("tbe,tbd->ed", grad.double(), given.double()),
+        route.bias: grad.double().sum((0, 1)),
+    }
+    for leaf, exact in pairs.items():
+        plain = (exact.float().bfloat16().double() - exact).abs().max()
+        ulp = torch.finfo(torch.bfloat16).eps * exact.abs().max()
+        assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16
+        assert (leaf.grad.double() - exact).abs().max() <= 2 * plain + ulp
