@@ -40,8 +40,8 @@ def run(
     gemm.check_on_gpu(tokens_TD, weights.fc1_LGD, 8 if weights.scaled is None else 16)
     # Autograd asks for this gradient in all passes, and tokens are kept for it.
     fc1_LGD = weights.fc1_LGD if torch.is_grad_enabled() else weights.fc1_LGD.detach()
-    given = fc1_LGD, weights.fc2_LDF, weights.fc1_bias_LG, weights.fc2_bias_LD
-    return _Pass.apply(tokens_TD, prob_TK, *given, weights, activation, call)
+    leaves = fc1_LGD, weights.fc2_LDF, weights.fc1_bias_LG, weights.fc2_bias_LD
+    return _Pass.apply(tokens_TD, prob_TK, *leaves, weights, activation, call)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +66,13 @@ class _Pass(torch.autograd.Function):
     def forward(
         ctx: Any, tokens_TD, prob_TK, fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, weights, act, call
     ):
-        wire, counters = call.wire, call.counters
+        wire, forms = call.wire, weights.scaled
         arrived = wire.open(tokens_TD.contiguous(), prob_TK.contiguous())
+        came, prob_SPK = arrived.values, arrived.prob_SPK
         room = call.take_room(arrived.count_SL)
-        kept = {} if counters is None else counters.of_receiver
         sizes = {"first": room.first, "limit": room.limit}
-        found = layout.lay_out(arrived.count_SL, room.top, **sizes, **kept)
+        counts = {} if call.counters is None else call.counters.of_receiver
+        found = layout.lay_out(arrived.count_SL, room.top, **sizes, **counts)
         num_experts, fc1_width, _ = fc1_LGD.shape
         num_sources, num_slots, top_k = arrived.expert_SPK.shape
         segments = Segments(
@@ -83,33 +84,44 @@ class _Pass(torch.autograd.Function):
         )
         segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
         buffers = room.buffers(segments.num_rows, fc1_width, like=tokens_TD)
-        home_M = None if wire.homes_S is None else buffers.home_M
-        row_SPK = torch.empty_like(arrived.expert_SPK)
-        came, prob_SPK = arrived.values, arrived.prob_SPK
+        # Autograd may drop memory of the pass's own, and have it filled again by recompute.
+        mine = tuple(vars(buffers).values())
+        own, stored = (mine, ()) if room.stack is None else ((), mine)
+        ctx.kept = kept = _Kept(
+            wire=wire,
+            room=room,
+            found=found,
+            segments=segments,
+            row_SPK=torch.empty_like(arrived.expert_SPK),
+            stored=stored,
+            own=came.own,
+        )
         keeps = room.overwritten or ctx.needs_input_grad[2]
         kept_SPD = torch.empty_like(came.rows_SPD) if keeps and not wire.lasts else None
-        tokens = (came.rows_SPD if wire.lasts else kept_SPD, came.own_TD) if keeps else (None, None)
         if room.overwritten and not wire.lasts:
             prob_SPK = prob_SPK.clone()
         choices = {"expert_SPK": arrived.expert_SPK, "place_SPK": arrived.place_SPK}
         choices |= {"level": found.level, "kept_SPD": kept_SPD}
-        given = came, row_SPK, prob_SPK, segments, buffers
-        _multiply_by_fc1(*given, wire.homes_S, fc1_LGD, weights, **choices)
-        forms = weights.scaled
-        given = buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments
+        _multiply_by_fc1(kept, came, prob_SPK, buffers, fc1_LGD, weights, **choices)
         scaled_NF = _empty_scaled(weights, segments.num_rows, fc2_LDF.shape[2])
-        hidden_NF = curves.activate(*given, **vars(act), scaled=scaled_NF)
-        given = scaled_NF or hidden_NF, fc2_LDF if forms is None else forms.fc2_LDF, segments
-        to = {"at_M": home_M, "bias_LO": fc2_bias_LD, "prob_M": buffers.prob_M}
-        product = partial(gemm.rows_times_weights, *given, stored=False, **to)
-        sum_TD, _ = wire.home(product, row_SPK, found.offsets)
-        # Autograd may drop memory of the pass's own, and have it filled again by recompute.
-        mine = tuple(vars(buffers).values())
-        own, stored = (mine, ()) if room.stack is None else ((), mine)
-        kept = *tokens, prob_SPK if room.overwritten else None
-        ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *kept, *own)
-        given = {"segments": segments, "row_SPK": row_SPK, "stored": stored, "own": came.own}
-        ctx.kept = _Kept(wire=wire, room=room, found=found, **given)
+        hidden_NF = curves.activate(
+            buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments, scaled=scaled_NF, **vars(act)
+        )
+        product = partial(
+            gemm.rows_times_weights,
+            scaled_NF or hidden_NF,
+            fc2_LDF if forms is None else forms.fc2_LDF,
+            segments,
+            stored=False,
+            at_M=None if wire.homes_S is None else buffers.home_M,
+            bias_LO=fc2_bias_LD,
+            prob_M=buffers.prob_M,
+        )
+        sum_TD, _ = wire.home(product, kept.row_SPK, found.offsets)
+        tokens_SPD = came.rows_SPD if wire.lasts else kept_SPD
+        tokens = (tokens_SPD, came.own_TD) if keeps else (None, None)
+        probs = prob_SPK if room.overwritten else None
+        ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *tokens, probs, *own)
         ctx.weights, ctx.activation = weights, act
         return sum_TD
 
@@ -135,67 +147,67 @@ class _Pass(torch.autograd.Function):
             stale = torch.maximum(kept.found.offsets, kept.room.top[2])
             again = dataclasses.replace(segments, offsets=stale)
             again = dataclasses.replace(again, tiles=gemm.row_tiles(again))
+            of_again = dataclasses.replace(kept, segments=again)
             buffers = Buffers(fc1_MG=fc1_MG, prob_M=prob_M, home_M=home_M)
-            given = came, row_SPK, prob_SPK, again, buffers
-            _multiply_by_fc1(*given, wire.homes_S, fc1_LGD, weights)
+            _multiply_by_fc1(of_again, came, prob_SPK, buffers, fc1_LGD, weights)
+        spread = partial(rows.spread_rows, row_SPK=row_SPK, segments=segments)
         values = wire.push(grad_TD.contiguous())
-        given = {"row_SPK": row_SPK, "segments": segments, "homes_S": wire.homes_S}
         scaled_ND = _empty_scaled(weights, num_rows, fc1_LGD.shape[2])
-        grad_ND = rows.spread_rows(**vars(values), **given, scaled=scaled_ND)
+        grad_ND = spread(**vars(values), homes_S=wire.homes_S, scaled=scaled_ND)
         fc2_LFD = fc2_LDF.transpose(1, 2) if forms is None else forms.fc2_LFD
-        given = scaled_ND or grad_ND, fc2_LFD, segments
-        grad_NF = gemm.rows_times_weights(*given, stored=False)
+        grad_NF = gemm.rows_times_weights(scaled_ND or grad_ND, fc2_LFD, segments, stored=False)
         grad_prob_N = prob_M.new_empty(num_rows)
-        given = fc1_MG, fc1_bias_LG, prob_M, segments, grad_NF, grad_prob_N
         scaled_NG = _empty_scaled(weights, num_rows, fc1_LGD.shape[1])
-        hidden_NF = curves.activate(*given, **vars(ctx.activation), scaled=scaled_NG)
-        del grad_NF, given, scaled_ND
+        how = vars(ctx.activation) | {"scaled": scaled_NG}
+        stored_rows = fc1_MG, fc1_bias_LG, prob_M
+        hidden_NF = curves.activate(*stored_rows, segments, grad_NF, grad_prob_N, **how)
+        del grad_NF, scaled_ND
         grad_fc1_MG = fc1_MG  # Overwritten.
         grad_fc2_bias = grad_fc1_bias = None
         if fc2_bias_LD is not None:
             grad_prob_N += grouped.dot_rows(grad_ND, fc2_bias_LD, segments)
         if needs_fc2_bias:
             grad_fc2_bias = grouped.sum_rows(grad_ND, prob_M, segments, stored=False)
-
         grad_fc1 = grad_fc2 = None
         if needs_fc2:
             grad_fc2 = _weight_gradient(grad_ND, hidden_NF, segments, False, weights.fc2_sums)
         del grad_ND, hidden_NF
-        fc1_LDG = fc1_LGD.transpose(1, 2) if forms is None else forms.fc1_LDG
-        given = scaled_NG or grad_fc1_MG, fc1_LDG, segments
-        to = {"at_M": None if wire.homes_S is None else home_M, "stored": scaled_NG is None}
-        product = partial(gemm.rows_times_weights, *given, **to)
+        product = partial(
+            gemm.rows_times_weights,
+            scaled_NG or grad_fc1_MG,
+            fc1_LGD.transpose(1, 2) if forms is None else forms.fc1_LDG,
+            segments,
+            stored=scaled_NG is None,
+            at_M=None if wire.homes_S is None else home_M,
+        )
         grad_TD, grad_TK = wire.home(product, row_SPK, segments.offsets, grad_prob_N)
         if needs_fc1_bias:
             grad_fc1_bias = grouped.sum_rows(grad_fc1_MG, None, segments, stored=True)
         if needs_fc1:
-            rows_ND = rows.spread_rows(**vars(came), row_SPK=row_SPK, segments=segments)
+            rows_ND = spread(**vars(came))
             grad_fc1 = _weight_gradient(grad_fc1_MG, rows_ND, segments, True, weights.fc1_sums)
         if kept.room.top is not None:  # That was the last use of the rows.
             layout.release(kept.room.top, kept.found)
         kept.room.close()
-        grads = grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias
-        return grad_TD, grad_TK, *grads, None, None, None
+        return grad_TD, grad_TK, grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias, None, None, None
 
 
 def _multiply_by_fc1(
-    values: Values,
-    row_SPK: Tensor,
+    kept: _Kept,
+    came: Values,
     prob_SPK: Tensor,
-    segments: Segments,
     buffers: Buffers,
-    homes_S: Tensor | None,
     fc1_LGD: Tensor,
     weights: ExpertWeights,
     **choices: Any,
 ) -> None:
     """Spread tokens over their rows, multiply these, and store what comes in the buffers."""
-    forms = weights.scaled
-    scaled_ND = _empty_scaled(weights, segments.num_rows, fc1_LGD.shape[2])
+    forms, homes_S = weights.scaled, kept.wire.homes_S
+    scaled_ND = _empty_scaled(weights, kept.segments.num_rows, fc1_LGD.shape[2])
     rows_ND = rows.spread_rows(
-        **vars(values),
-        row_SPK=row_SPK,
-        segments=segments,
+        **vars(came),
+        row_SPK=kept.row_SPK,
+        segments=kept.segments,
         homes_S=homes_S,
         scaled=scaled_ND,
         plain=scaled_ND is None,
@@ -204,23 +216,19 @@ def _multiply_by_fc1(
         home_M=None if homes_S is None else buffers.home_M,
         **choices,
     )
-    given = scaled_ND or rows_ND, fc1_LGD if forms is None else forms.fc1_LGD, segments
-    gemm.rows_times_weights(*given, stored=False, out=buffers.fc1_MG)
+    weight_LGD = fc1_LGD if forms is None else forms.fc1_LGD
+    to = {"stored": False, "out": buffers.fc1_MG}
+    gemm.rows_times_weights(scaled_ND or rows_ND, weight_LGD, kept.segments, **to)
 
 
 def _empty_scaled(weights: ExpertWeights, num_rows: int, width: int) -> Scaled | None:
     """Return loose memory for rows in e4m3; None if products read rows as they are."""
-    if weights.scaled is None:
-        return None
-    return Scaled.empty(num_rows, width, like=weights.fc1_LGD)
+    like = weights.fc1_LGD
+    return None if weights.scaled is None else Scaled.empty(num_rows, width, like=like)
 
 
 def _weight_gradient(
-    grad: Tensor,
-    rows_NI: Tensor,
-    segments: Segments,
-    stored: bool,
-    sums: Sums | None,
+    grad: Tensor, rows_NI: Tensor, segments: Segments, stored: bool, sums: Sums | None
 ) -> Tensor:
     """Return a weight's gradient, or add it to the sums and return unspecified memory."""
     to = () if sums is None else (sums.sums_LOI, sums.zeroed)

@@ -50,20 +50,9 @@ class Buffers:
     prob_M: Tensor
     home_M: Tensor
 
-    @classmethod
-    def empty(
-        cls, num_rows: int, fc1_width: int, dtype: torch.dtype, device: torch.device
-    ) -> "Buffers":
-        """Return unspecified memory for `num_rows` rows."""
-        return cls(
-            fc1_MG=torch.empty(num_rows, fc1_width, dtype=dtype, device=device),
-            prob_M=torch.empty(num_rows, dtype=torch.float32, device=device),
-            home_M=torch.empty(num_rows, dtype=torch.int64, device=device),
-        )
-
     @staticmethod
     def num_bytes(num_rows: int, fc1_width: int, element_size: int) -> int:
-        """Return the bytes of `empty`."""
+        """Return the bytes of `num_rows` rows."""
         return num_rows * (fc1_width * element_size + 12)
 
 
@@ -133,12 +122,15 @@ class Room:
 
     def buffers(self, num_rows: int, fc1_width: int, like: Tensor) -> Buffers:
         """Return memory of `num_rows`; that of a stack, new at the first call with such a width."""
-        key, device = (fc1_width, like.dtype), like.device
-        if self.stack is None:
-            return Buffers.empty(num_rows, *key, device)
-        known = self.stack.buffers
+        known, key = {}, (fc1_width, like.dtype)
+        if self.stack is not None:
+            known, num_rows = self.stack.buffers, self.stack.num_rows
         if key not in known:
-            known[key] = Buffers.empty(self.stack.num_rows, *key, device)
+            known[key] = Buffers(
+                fc1_MG=like.new_empty(num_rows, fc1_width),
+                prob_M=like.new_empty(num_rows, dtype=torch.float32),
+                home_M=like.new_empty(num_rows, dtype=torch.int64),
+            )
         return known[key]
 
     def close(self) -> None:

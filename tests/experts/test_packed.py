@@ -23,7 +23,7 @@ from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.experts import Call, ExpertWeights, Sums, packed, plain
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.scaled import ScaledWeights
-from padded_dispatch.experts.store import Buffers, Store, TakeRoom, fitting, scratch
+from padded_dispatch.experts.store import Buffers, Room, Store, TakeRoom, fitting, scratch
 from padded_dispatch.kernels import gemm
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from tests.support.threads import poisoned_memory, run_on_threads, threads_as_ranks
@@ -315,13 +315,13 @@ def test_a_pass_without_gradients_keeps_no_tokens(monkeypatch):
 def test_recompute_frees_what_the_first_pass_kept(monkeypatch):
     """With torch's hooks of saved tensors, whose second pass only fills the memory again."""
     case, made, found = Case(routings=("thin",)), [], []
-    empty = Buffers.empty
+    buffers_of = Room.buffers
 
-    def noted(*sizes: Any) -> Buffers:
-        made.append(buffers := empty(*sizes))
+    def noted(room: Room, *sizes: int, like: Tensor) -> Buffers:
+        made.append(buffers := buffers_of(room, *sizes, like=like))
         return buffers
 
-    monkeypatch.setattr(Buffers, "empty", noted)
+    monkeypatch.setattr(Room, "buffers", noted)
     for recompute in (False, True):
         model, exchange = Model(case, torch.float32), exchange_of(case)
         room = partial(scratch, case.config, TOKENS)
