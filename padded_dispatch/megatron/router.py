@@ -148,16 +148,15 @@ class SelectAfterCounting(TopKRouter):
         by 8.8 and change with the memory behind the bias.
         """
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
-        narrow = input.dtype == self.weight.dtype == torch.bfloat16
-        splits = narrow and dtype == torch.float32
-        with torch.no_grad() if splits else nullcontext():
-            if self.bias is None or self.bias.dtype == dtype:
-                logits = super().gating(input)
-            else:
-                from megatron.core.transformer.moe.moe_utils import router_gating_linear
+        logits = super().gating
+        if self.bias is not None and self.bias.dtype != dtype:
+            from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
-                logits = router_gating_linear(input, self.weight, self.bias.to(dtype), dtype)
-        return _Gradients.apply(input, self.weight, self.bias, logits) if splits else logits
+            given = {"weight": self.weight, "bias": self.bias.to(dtype), "router_dtype": dtype}
+            logits = functools.partial(router_gating_linear, **given)
+        if input.dtype == self.weight.dtype == torch.bfloat16 and dtype == torch.float32:
+            return _Gradients.apply(input, self.weight, self.bias, logits)
+        return logits(input)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Do what `TopKRouter.routing` does, then keep at most C rows per expert of cells.
@@ -219,7 +218,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input, weight_ED, bias, logits):
         ctx.save_for_backward(input, weight_ED, bias)
-        return logits
+        return logits(input)
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
