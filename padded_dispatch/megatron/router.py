@@ -31,9 +31,10 @@ from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.routing.select import select
-from padded_dispatch.utils.phases import trains
+from padded_dispatch.utils.phases import require_first_derivatives, trains
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+_GATING = TopKRouter.gating  # Others may patch it later.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +143,16 @@ class SelectAfterCounting(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits, whose gradients bf16 tokens and weight meet as they are: `_Gradients`.
 
-        Also where the bias is narrower than the logits. Megatron-Core passes the bias to
-        Transformer Engine's GEMM as it is, and the GEMM reads it in the dtype of the output. Seen
-        with 0.19.0 and 2.20.2: a bf16 bias and `moe_router_dtype="fp32"` give logits that are off
-        by 8.8 and change with the memory behind the bias.
+        Those of a subclass with a `gating` of its own are as it has them. Right also where the bias
+        is narrower than the logits: Megatron-Core passes the bias to Transformer Engine's GEMM as
+        it is, and the GEMM reads it in the dtype of the output. Seen with 0.19.0 and 2.20.2: a bf16
+        bias and `moe_router_dtype="fp32"` give logits that are off by 8.8 and change with the
+        memory behind the bias.
         """
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
         logits = super().gating
+        if logits.__func__ is not _GATING:  # What it computes is not known.
+            return logits(input)
         if self.bias is not None and self.bias.dtype != dtype:
             from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
@@ -222,6 +226,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        require_first_derivatives()
         input, weight_ED, bias = ctx.saved_tensors
         grad_TE, tokens_TD = grad.flatten(0, -2), input.flatten(0, -2)
         both_T2E = tokens_TD.new_empty(len(grad_TE), 2, grad_TE.shape[1])

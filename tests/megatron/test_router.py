@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.quantization.quant_config import RecipeConfig
+from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
 
 from padded_dispatch.config import POLICIES
@@ -189,7 +190,7 @@ def test_gating_with_a_bias_narrower_than_the_logits(monkeypatch):
     route = router(add_bias_linear=True, **settings)
     with torch.no_grad():
         route.bias.copy_(torch.tensor([1.0, -2.0, 0.5, 4.0]))
-    monkeypatch.setattr(TopKRouter, "gating", None)  # On GPUs it reads the bias in fp32.
+    monkeypatch.setattr(router_module, "router_gating_linear", None)  # GPUs read the bias in fp32.
     logits = route.gating(tokens().bfloat16())
     assert logits.dtype == torch.float32
     weights_E = torch.tensor([2.0, 1.0, 0.0, 0.0])
@@ -222,3 +223,34 @@ def test_gradients_of_logits_have_sixteen_bits(scale):
         ulp = torch.finfo(torch.bfloat16).eps * exact.abs().max()
         assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16
         assert (leaf.grad.double() - exact).abs().max() <= 2 * plain + ulp
+
+
+class Cooler(TopKRouter):
+    """A router that computes its logits in its own way."""
+
+    def gating(self, input):
+        return router_module.Router.gating(self, input) * 0.25
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_router_that_computes_its_own_logits_has_its_own_gradients(monkeypatch, patched):
+    route = router(params_dtype=torch.bfloat16, moe_router_dtype="fp32")
+    grad = torch.linspace(-1, 1, T * tiny.NUM_EXPERTS).view(T, 1, -1)
+    given, same = (tokens().bfloat16().requires_grad_() for _ in range(2))
+    gating = TopKRouter.gating
+    gating(route, given).backward(grad * 0.25)
+    expected, route.weight.grad = route.weight.grad, None
+    if patched:
+        monkeypatch.setattr(TopKRouter, "gating", Cooler.gating)
+    else:
+        selector, route.__class__ = route.selector, Cooler
+        select_after_counting(route, selector)
+    route.gating(same).backward(grad)
+    assert torch.equal(same.grad, given.grad) and torch.equal(route.weight.grad, expected)
+
+
+def test_second_derivatives_of_logits_are_refused():
+    route = router(params_dtype=torch.bfloat16, moe_router_dtype="fp32")
+    given = tokens().bfloat16().requires_grad_()
+    with pytest.raises(ValueError, match=r"^create_graph must be False in the backward pass"):
+        torch.autograd.grad(route.gating(given).square().sum(), given, create_graph=True)
