@@ -26,7 +26,7 @@ from padded_dispatch.exchange import Values
 from padded_dispatch.exchange.choose import Wire
 from padded_dispatch.experts import Call, ExpertWeights, Sums
 from padded_dispatch.experts.activation import Activation
-from padded_dispatch.experts.store import Buffers, Room
+from padded_dispatch.experts.store import RUN_ONCE, Buffers, Room
 from padded_dispatch.kernels import Scaled, Segments, gemm, grouped, layout, rows
 from padded_dispatch.kernels import activation as curves
 from padded_dispatch.utils.nvtx import nvtx_range
@@ -130,10 +130,8 @@ class _Pass(torch.autograd.Function):
     def backward(ctx: Any, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
         require_first_derivatives()
         if ctx.kept is None:
-            raise ValueError(
-                "backward must run once per forward pass of packed experts, which overwrites what "
-                "the pass kept, got a second run; leave out retain_graph, or set experts='module'"
-            )
+            raise ValueError(RUN_ONCE)
+        is_last = ctx.kept.room.is_last()
         kept, ctx.kept = ctx.kept, None
         fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *saved = ctx.saved_tensors
         tokens_SPD, own_TD, prob_SPK, *own = saved
@@ -186,7 +184,7 @@ class _Pass(torch.autograd.Function):
         if needs_fc1:
             rows_ND = spread(**vars(came))
             grad_fc1 = _weight_gradient(grad_fc1_MG, rows_ND, segments, True, weights.fc1_sums)
-        if kept.room.top is not None:  # That was the last use of the rows.
+        if kept.room.top is not None and is_last:  # That was the last use of the rows.
             layout.release(kept.room.top, kept.found)
         kept.room.close()
         return grad_TD, grad_TK, grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias, None, None, None

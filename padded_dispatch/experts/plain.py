@@ -21,7 +21,7 @@ from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts import Call, ExpertWeights
 from padded_dispatch.experts.activation import Activation, activate
 from padded_dispatch.experts.scaled import quantize, widen
-from padded_dispatch.experts.store import Room
+from padded_dispatch.experts.store import RUN_ONCE, Room
 from padded_dispatch.kernels import Scaled
 
 NO_LEVEL = 2**31 - 1  # Every place is below it.
@@ -223,7 +223,10 @@ class _Release(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_SPD):  # pyright: ignore[reportIncompatibleMethodOverride]
-        room, offsets, before = ctx.given
-        release(room.top, offsets, before)
+        if ctx.given is None:
+            raise ValueError(RUN_ONCE)
+        (room, offsets, before), ctx.given = ctx.given, None
+        if room.is_last():
+            release(room.top, offsets, before)
         room.close()
         return grad_SPD, None, None, None

@@ -6,7 +6,8 @@ share one store for each micro-batch in flight, used as a stack, for what backwa
     M      sum of `DispatchConfig.rows(T)` over calls that keep rows, at least `store_rows(T, 1)`
     top    rows in use, on the device
     forward of call i     base = top (0 for the first), rows from base on, top = base + n
-    backward of call i    behind its last use of the rows, top is what it was
+    backward of call i    behind its last use of the rows, top is what it was, if no call behind it
+                          still has rows
 
 A call that finds the store full writes over the last rows of the calls before it. Backward computes
 those again from the tokens, which such calls keep, so nothing is lost. What one call has beyond M
@@ -32,8 +33,13 @@ from operator import attrgetter, call
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig
+from padded_dispatch.config import DispatchConfig, require
 from padded_dispatch.utils.phases import is_capturing
+
+RUN_ONCE = (
+    "backward must run once per forward pass of packed experts, which overwrites what the pass "
+    "kept, got a second run; leave out retain_graph, or set experts='module'"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +138,23 @@ class Room:
                 home_M=like.new_empty(num_rows, dtype=torch.int64),
             )
         return known[key]
+
+    def is_last(self) -> bool:
+        """Return whether no call behind this one has rows, at the beginning of its backward."""
+        if self.stack is None:
+            return True
+        assert self.entry is not None
+        entries = self.stack.entries
+        behind = entries[entries.index(weakref.ref(self.entry)) + 1 :]
+        last = not any(entry() for entry in behind)
+        require(
+            last or not self.overwritten,
+            "order of backward passes",
+            "that of a layer in front of others",
+            "be the reverse of the forward passes where layers overwrite rows of a full store",
+            "raise moe_expert_capacity_factor, or set capacity_pool='expert'",
+        )
+        return last
 
     def close(self) -> None:
         """Take the mark off the stack, once backward has issued its last use of the rows."""

@@ -357,3 +357,24 @@ def test_backward_runs_once():
         out_TD.sum().backward()
     with pytest.raises(ValueError, match=r"^create_graph must be False in the backward pass"):
         torch.autograd.grad(out_TD.sum(), model.tokens_TD, create_graph=True)
+
+
+@pytest.mark.parametrize("experts", [plain, packed], ids=["plain", "packed"])
+def test_backward_passes_in_the_order_of_forward_passes(experts: Any):
+    """As with a loss for each layer: the rows of a layer behind stay."""
+    case, found = Case(routings=("full", "hot"), factor=2.0), []
+    for in_order in (False, True):
+        model, exchange, outs = Model(case, torch.float32), exchange_of(case), []
+        first_TD = model.tokens_TD
+        with poisoned_memory():
+            for number in range(2):
+                outs.append(forward(model, experts.run, exchange, numbers=[number]))
+                model.tokens_TD = outs[-1].detach()
+            for out_TD in outs if in_order else reversed(outs):
+                out_TD.backward(model.grad_TD)
+        assert stacks_are_empty(model.store) != in_order
+        assert [stack.last for stack in model.store._stacks] == [-1]  # The next pass begins at 0.
+        model.tokens_TD = first_TD
+        found.append(model.gradients())
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name

@@ -1,5 +1,6 @@
 """Stacks of a store: which one a call takes, where its rows may lie, and when they end."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -97,6 +98,24 @@ def test_forward_passes_beside_backward_passes_of_another_micro_batch():
     later = take(store, 1)
     early[0].close()
     assert take(store, 2).stack is later.stack is late.stack
+
+
+def test_backward_in_another_order_leaves_the_rows_of_calls_behind():
+    """Where calls may overwrite rows, backward would compute some again over those in use."""
+    store = make_store(4, 4, 4)
+    rooms = [take(store, number) for number in range(3)]
+    assert [room.is_last() for room in rooms] == [False, False, True]
+    rooms[1].close()
+    rooms[2].close()
+    assert rooms[0].is_last() and take(store, 1).stack is rooms[0].stack  # That pass is gone.
+    assert rooms[0].is_last() and scratch(config(), 10, COUNT).is_last()
+    full = make_store(1, 1)
+    first, second = take(full, 0), take(full, 1)
+    assert first.overwritten and second.is_last()
+    with pytest.raises(ValueError, match=r"^order of backward passes must be the reverse"):
+        first.is_last()
+    second.close()
+    assert first.is_last()
 
 
 def test_a_pass_that_broke_off_gives_its_stack_back():
