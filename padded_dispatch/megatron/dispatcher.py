@@ -70,7 +70,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         packed: whether experts are `StackedExperts`.
         store: where the rows of training passes lie, with those of other layers; None if each pass
             has memory of its own.
-        replicas: the group of the ranks with the same experts, if it is known.
         kept_inputs: nodes of Megatron's combined schedule whose inputs must not be freed.
 
     Raises:
@@ -127,8 +126,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.cudagraph_attrs = list(_PLAN_TENSORS)
         self._num_slots: dict[tuple[bool, DispatchConfig, int], int] = {}
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
-        self.replicas = getattr(pg_collection, "expt_dp", None)
-        own = (self.ep_group, self.tp_group, self.replicas)
+        own = self.ep_group, self.tp_group, getattr(pg_collection, "expt_dp", None)
         self._logs = all(group is None or group.rank() == 0 for group in own)
         if self._logs:
             log_once(
@@ -233,10 +231,14 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return self.exchange.start(plan, tokens_TD, num_slots)
 
     def _slots(self, config: DispatchConfig, tokens_TD: Tensor) -> int:
-        """Return the slots of this rank at each other (P); `_announce` the first such pass."""
-        key = self.configs.in_training, config, len(tokens_TD)
+        """Return the slots of this rank at each other (P); `_announce` the first such pass.
+
+        Of passes that differ in T alone, those with more tokens than any before.
+        """
+        *kind, num_tokens = key = self.configs.in_training, config, len(tokens_TD)
         if key not in self._num_slots:
-            self._announce(config, tokens_TD)
+            if all(kind != known or num_tokens > most for *known, most in self._num_slots):
+                self._announce(config, tokens_TD)
             self._num_slots[key] = config.wire_slots(len(tokens_TD))
         return self._num_slots[key]
 

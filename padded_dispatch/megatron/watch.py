@@ -3,9 +3,9 @@
 Routers, or guards of graphs, show each pass to `see_pass`, so a loop needs no line for it. A step
 ends where the first layer's input gets its last gradient; if it gets none, or one CUDA graph is the
 whole step, where the next step begins. Then the counters are read, and summed over the ranks that
-have these layers, in their own groups: all of them are there at that time, and no other rank is
-needed. The copy is looked at once it has arrived, in a later pass or at the end of the process:
-nothing waits for it.
+split these layers' experts, which make the same passes; of replicas the first speaks, for itself.
+The copy is looked at once it has arrived, in a later pass or at the end of the process: nothing
+waits for it.
 """
 
 import atexit
@@ -91,7 +91,8 @@ class Watch:
         if follows or dispatcher.configs.controlled:
             return
         if self._reader is None:
-            groups = dispatcher.ep_group, dispatcher.tp_group, dispatcher.replicas
+            # Not replicas, which may take other numbers of micro-batches.
+            groups = dispatcher.ep_group, dispatcher.tp_group
             local = by_number(self.layers)
             self._reader = Reader(
                 local,

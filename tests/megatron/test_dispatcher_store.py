@@ -129,6 +129,10 @@ def test_rows_of_a_full_store_are_kept_and_counted(caplog):
     assert [int(one.num_again) for one in counters] == [0, 20 * K, 2 * 20 * K]
     assert layers[0].token_dispatcher.store is layers[2].token_dispatcher.store
     assert layers[0].token_dispatcher.store.num_shares(20) == 3 * 20 * K
+    said = len(caplog.messages)
+    for num_tokens, news in ((7, 0), (21, 1), (20, 1)):  # What fewer tokens need is none.
+        through(layers, tokens(num_tokens).requires_grad_()).sum().backward()
+        assert len(caplog.messages) == said + news
 
 
 def test_a_layer_may_run_several_times_in_a_pass():

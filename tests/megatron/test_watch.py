@@ -9,12 +9,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from padded_dispatch.megatron import PaddedOptions, Telemetry, watch
 from padded_dispatch.megatron.retry import dropping_nothing
 from padded_dispatch.megatron.telemetry import Reader, overflow_words
 from padded_dispatch.utils.patches import PATCHED
 from tests.support import tiny
+from tests.support.parity import megatron
 from tests.support.training import Model, Training, with_changes, world
 
 HALF = Model(factor=0.5, microbatches=3)
@@ -218,3 +221,20 @@ def test_a_microbatch_calculator_is_not_needed():
         assert watch._num_passes(parts) == 6
         parts.cuda_graph_impl = "local"
         assert watch._num_passes(parts) == 2
+
+
+def _in_a_loop_of_its_own() -> int:
+    """Take two micro-batches a step, or one, and reduce gradients over the replicas."""
+    with megatron("cpu"):
+        layer = tiny.padded_layer(moe_expert_capacity_factor=0.5)
+        replicas = parallel_state.get_expert_data_parallel_group()
+        for _ in range(2):
+            for _ in range(2 - dist.get_rank()):
+                layer(torch.randn(6, 1, tiny.HIDDEN).requires_grad_())[0].sum().backward()
+            for parameter in layer.parameters():
+                dist.all_reduce(parameter.grad, group=replicas)
+        return layer.token_dispatcher.watch.steps
+
+
+def test_replicas_may_take_other_numbers_of_micro_batches(pool2):
+    assert pool2.run(_in_a_loop_of_its_own) == [4, 2]
