@@ -279,6 +279,9 @@ def record_routing(
         "start before layers are captured, because a graph holds what is recorded",
         "set cuda_graph_warmup_steps to 1 or more",
     )
+    parts = getattr(next(iter(layers.values())).config, "mlp_chunks_for_training", None) or 1
+    rule = "be 1 with a trace, which has a record of each layer and micro-batch"
+    require(parts == 1, "mlp_chunks_for_training", parts, rule, "leave out one of the two")
     buffers = {}
     for number, layer in layers.items():
         dispatch = layer.token_dispatcher.dispatch_config

@@ -7,6 +7,7 @@ is imported only once the flags are parsed: `--help` and a typo do without it.
 import argparse
 import dataclasses
 import itertools
+import math
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -134,7 +135,8 @@ def _layout_defaults(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
         workers,
         f"be at most {num_gpus}, the GPUs that PyTorch sees",
     )
-    ep = max(1, workers // (given.get("etp", 1) * given.get("pp", 1)))
+    most = max(1, workers // (given.get("etp", 1) * given.get("pp", 1)))
+    ep = math.gcd(most, preset.model.num_experts)
     return {"device": device, "workers": workers, "ep": ep}
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from padded_dispatch.counters import Counters
 from padded_dispatch.exchange import symmetric_memory
+from padded_dispatch.megatron.telemetry import counts_kept
 from padded_dispatch.train.model import fusions
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.utils.results import about, append_run
@@ -119,7 +120,7 @@ class Meter:
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings, self._device = settings, device
-        self._counters: list[Counters] = []
+        self._counters: list[tuple[Counters, bool]] = []
         self._pool: str | None = None
         self._seen = torch.zeros(2, dtype=torch.float64, device=device)
         self._steps: list[Step] = []
@@ -132,7 +133,7 @@ class Meter:
         """Show the counters of this rank's MoE layers in rows, where their dispatchers count."""
         dispatchers = [layer.token_dispatcher for layer in layers]
         ours = [dispatcher for dispatcher in dispatchers if hasattr(dispatcher, "counters")]
-        self._counters = [dispatcher.counters for dispatcher in ours]
+        self._counters = [(dispatcher.counters, counts_kept(dispatcher)) for dispatcher in ours]
         self._pool = ours[0].dispatch_config.capacity_pool if ours else None
 
     def add(self, step: Step) -> None:
@@ -144,8 +145,8 @@ class Meter:
         """Return the figures since the last call, the same on all ranks; waits for the device."""
         first, self._num_read = self._num_read, len(self._steps)
         now = torch.zeros_like(self._seen)
-        for c in self._counters:
-            now += torch.stack((c.demand_E.sum(), c.kept_E.sum()))
+        for counters, here in self._counters:
+            now += torch.stack((counters.demand_E.sum(), here * counters.kept_E.sum()))
         losses = torch.stack(self._losses[first:]).sum(0)
         sums = torch.cat((losses, now - self._seen))
         self._seen = now

@@ -179,7 +179,9 @@ class Layout:
     tp: int = _option("tensor and sequence parallel size", default=1)
     pp: int = _option("pipeline parallel size", default=1)
     vpp: int | None = _option("model chunks per pipeline stage", default=None)
-    ep: int = _option("expert parallel size (default: workers / (etp * pp))")
+    ep: int = _option(
+        "expert parallel size (default: the most that divides workers / (etp * pp) and the experts)"
+    )
     etp: int = _option("expert tensor parallel size", default=1)
 
     @property
@@ -257,7 +259,7 @@ class Settings:
         on_gpu = layout.device == "cuda"
         require(recipe.fp8 == "none" or on_gpu, "--fp8", recipe.fp8, "be none on a CPU")
         rule = f"divide the {model.num_experts} experts"
-        require(model.num_experts % layout.ep == 0, "--ep", layout.ep, rule)
+        require(model.num_experts % layout.ep == 0, "--ep", layout.ep, rule, "leave it out")
         if layout.vpp is not None:
             require(layout.pp > 1, "--vpp", layout.vpp, "be left out at --pp 1")
             rule = f"be a multiple of {ranks * layout.pp}, pp passes per rank, with --vpp"

@@ -339,7 +339,7 @@ def test_a_trace_that_cannot_be_written_ends_the_run_before_its_first_step(loop)
 
 
 def test_what_cannot_be_traced(tmp_path):
-    """A rank without layers writes nothing; graphs would hold what is recorded."""
+    """A rank without layers writes nothing; graphs would hold, and parts cut, what is recorded."""
     sizes = dict(num_microbatches=1, num_tokens=T, every=1, steps_done=0, num_steps=3)
     with tiny.one_process():
         assert record_routing([nn.Linear(2, 2)], tmp_path / "traces", **sizes) is None
@@ -347,4 +347,8 @@ def test_what_cannot_be_traced(tmp_path):
         chunk = model(1)
         chunk[0].cuda_graphs = ["a graph"]
         with pytest.raises(ValueError, match=r"^trace must start before layers are captured"):
+            record_routing([chunk], tmp_path, **sizes)
+        chunk = model(1)
+        chunk[0].config.mlp_chunks_for_training = 2
+        with pytest.raises(ValueError, match=r"^mlp_chunks_for_training must be 1 with a trace"):
             record_routing([chunk], tmp_path, **sizes)

@@ -69,6 +69,15 @@ def test_defaults_follow_what_is_given(eight_gpus):
     assert settings.output.steps == 7
 
 
+@pytest.mark.parametrize(
+    ("flags", "ep"),
+    [("--workers 3", 1), ("--workers 6", 2), ("--workers 16", 8), ("--workers 12 --pp 2", 2)],
+)
+def test_experts_divide_by_what_is_left_of_the_workers(flags, ep):
+    layout = parse(flags.split()).layout
+    assert (layout.ep, layout.dp) == (ep, layout.workers // layout.pp)
+
+
 def test_torchrun_decides_the_number_of_workers(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert parse([]).layout == Layout(device="cpu", workers=4, ep=4)
@@ -99,7 +108,7 @@ def test_every_field_is_a_flag(capsys):
         ("--device cuda", "--device must be cpu where PyTorch sees no GPU, got 'cuda'$"),
         ("--workers 3 --ep 2", r"--workers must be a multiple of etp \* pp \* ep=2, got 3$"),
         ("--workers 3 --pp 2", r"--workers must be a multiple of tp \* pp=2, got 3$"),
-        ("--workers 3", "--ep must divide the 8 experts, got 3$"),
+        ("--workers 3 --ep 3", "--ep must divide the 8 experts, got 3; leave it out$"),
         ("--tp 2", "--tp must be 1 on a CPU, .*, got 2$"),
         ("--num-layers 3 --pp 2", r"--num-layers must be a multiple of pp \* vpp=2, got 3$"),
         ("--global-batch 7", "--global-batch must be a multiple of micro_batch .*=16, got 7$"),

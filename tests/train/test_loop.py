@@ -158,6 +158,7 @@ def test_the_loss_falls(outcomes, flags):
     assert outcome.rows[0].loss == pytest.approx(math.log(256), rel=0.05)
     mean = sum(row.loss for row in outcome.rows[1:]) / 2
     assert (outcome.rows[0].dropped is None) == ("--dispatcher" in flags)  # Only ours counts.
+    assert all(0 <= (row.dropped or 0) < 0.1 for row in outcome.rows)
     assert outcome.last_loss == pytest.approx(mean, rel=1e-12)
     assert outcome.rows[2].loss < mean < outcome.rows[0].loss
     assert Outcome(rows=outcome.rows[:1], evaluations={}).last_loss is None

@@ -23,6 +23,7 @@ def counted(demand: list[int], kept: list[int]) -> Any:
     counters.demand_E += torch.tensor(demand)
     counters.kept_E += torch.tensor(kept)
     dispatcher = SimpleNamespace(counters=counters, dispatch_config=config)
+    dispatcher.configs = SimpleNamespace(training=config)
     return SimpleNamespace(token_dispatcher=dispatcher)
 
 
