@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import CapacityPool, require
+from padded_dispatch.config import CapacityPool, Policy, require
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import Selection
 from padded_dispatch.trace import HEADER_BYTES, Trace, append, record_bytes
@@ -80,14 +80,16 @@ class Recording:
     """Settings of a recording.
 
     `num_experts` (E). `num_ranks`: sources that share an expert-parallel group. `rank`: this one
-    among all sources, see `Trace`. `capacity_pool`: of the run. `every`: steps between two records
-    of a layer. `num_steps`: until the end of the run. `max_bytes`: of the file.
+    among all sources. `capacity_pool`, `etp_size`, `strikes`: see `Trace`. `every`: steps between
+    two records of a layer. `num_steps`: until the end of the run. `max_bytes`: of the file.
     """
 
     num_experts: int
     num_ranks: int
     rank: int
     capacity_pool: CapacityPool
+    etp_size: int
+    strikes: Policy | None
     every: int
     num_steps: int
     max_bytes: int
@@ -172,6 +174,8 @@ class TraceRecorder:
             ids_NTK=ids_NTK,
             probs_NTK=probs_NTK,
             capacity_pool=self._recording.capacity_pool,
+            etp_size=self._recording.etp_size,
+            strikes=self._recording.strikes,
         )
         append(step, self._file)
         self._pending = None

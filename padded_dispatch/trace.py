@@ -5,7 +5,7 @@ with several micro-batches has several records of a (layer, rank), in their orde
 ids are in ascending order, then -1.
 
 A file is a sequence of NumPy arrays, one for each recorded step, each written by `np.save`. An
-array's elements are records of fixed size, `step layer rank num_experts num_ranks pool probs ids`.
+array's elements are records of fixed size: `step layer rank`, `_SETTINGS`, `probs ids`.
 Reading unpickles nothing. A last array that a killed process left incomplete is skipped.
 
 A recording is several files, `rank-RANK-step-STEP.npy`, where STEP steps were done before. A
@@ -29,11 +29,12 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from padded_dispatch.config import CapacityPool, require
+from padded_dispatch.config import CapacityPool, Policy, require
 
 MAX_EXPERTS = 2**15 - 1  # ids are int16
 HEADER_BYTES = 512  # of a step in a file, at most
 _POOLS: tuple[CapacityPool | None, ...] = (None, "expert", "store")  # by their number in a file
+_POLICIES: tuple[Policy | None, ...] = (None, "probs", "position")  # likewise
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +52,9 @@ class Trace:
             with fewer than K experts.
         probs_NTK: float32, the probabilities of these experts, 0 where the id is -1.
         capacity_pool: of the run; None if it is not known.
+        etp_size: ranks that split every expert between them; each of them is a source.
+        strikes: which tokens collectives dropped in the run where a rank got too many, a
+            `moe_token_drop_policy`; None over direct stores, which drop none.
 
     Raises:
         ValueError: for a size or an expert out of range.
@@ -65,12 +69,15 @@ class Trace:
     ids_NTK: NDArray[np.int16]
     probs_NTK: NDArray[np.float32]
     capacity_pool: CapacityPool | None = None
+    etp_size: int = 1
+    strikes: Policy | None = None
 
     def __post_init__(self) -> None:
         for name, most in (
             ("num_experts", MAX_EXPERTS),
             ("top_k", self.num_experts),
             ("num_ranks", 2**31 - 1),
+            ("etp_size", self.num_ranks),
         ):
             value = getattr(self, name)
             require(1 <= value <= most, name, value, f"be from 1 to {most}")
@@ -130,7 +137,7 @@ def merge(traces: Sequence[Trace], names: Sequence[object] | None = None) -> Tra
     names = [f"part {i}" for i in range(len(traces))] if names is None else names
     first = traces[0]
     for part, name in zip(traces, names, strict=True):
-        for field in ("num_experts", "top_k", "num_ranks", "num_tokens", "capacity_pool"):
+        for field in ("top_k", "num_tokens", *_OF_RUN):
             value, expected = getattr(part, field), getattr(first, field)
             rule = f"be {expected}, as in {names[0]}"
             require(value == expected, f"{name}: {field}", value, rule)
@@ -241,6 +248,7 @@ def append(part: Trace, file: BinaryIO) -> None:
     records["step"], records["layer"], records["rank"] = part.steps, part.layers, part.ranks
     records["num_experts"], records["num_ranks"] = part.num_experts, part.num_ranks
     records["pool"] = _POOLS.index(part.capacity_pool)
+    records["etp"], records["strikes"] = part.etp_size, _POLICIES.index(part.strikes)
     records["probs"], records["ids"] = part.probs_NTK, part.ids_NTK
     np.save(file, records, allow_pickle=False)
     file.flush()
@@ -248,7 +256,9 @@ def append(part: Trace, file: BinaryIO) -> None:
 
 _FIX = "give a file of `train --trace`"
 _MAGIC = npy.magic(1, 0)
-_SETTINGS = ("num_experts", "num_ranks", "pool")  # alike in all records of a file
+# Alike in all records of a file, and in all parts of a trace.
+_SETTINGS = ("num_experts", "num_ranks", "pool", "etp", "strikes")
+_OF_RUN = ("num_experts", "num_ranks", "capacity_pool", "etp_size", "strikes")
 
 
 def _record_dtype(num_tokens: int, top_k: int) -> np.dtype:
@@ -298,14 +308,17 @@ def _trace(arrays: Sequence[NDArray[np.void]]) -> Trace:
         f"be {settings[0].tolist()}, as in the first record",
         "record every configuration into its own file",
     )
-    num_experts, num_ranks, pool = settings[0].tolist()
-    require(0 <= pool < len(_POOLS), "record 0: pool", pool, f"be below {len(_POOLS)}")
+    num_experts, num_ranks, pool, etp_size, strikes = settings[0].tolist()
+    for name, number, known in (("pool", pool, _POOLS), ("strikes", strikes, _POLICIES)):
+        require(0 <= number < len(known), f"record 0: {name}", number, f"be below {len(known)}")
     ids_NTK = joined("ids")
     return Trace(
         num_experts=num_experts,
         top_k=ids_NTK.shape[2],
         num_ranks=num_ranks,
         capacity_pool=_POOLS[pool],
+        etp_size=etp_size,
+        strikes=_POLICIES[strikes],
         steps=joined("step"),
         layers=joined("layer"),
         ranks=joined("rank"),

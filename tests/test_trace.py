@@ -3,6 +3,7 @@
 Parts of a recording come together again, also after a run that was killed or resumed.
 """
 
+import dataclasses
 import io
 import pickle
 from pathlib import Path
@@ -68,7 +69,8 @@ def recorded(**kwargs) -> Trace:
 
 def test_what_was_appended_is_read(tmp_path):
     """By any reader at once, and by NumPy alone."""
-    path, whole = tmp_path / "trace.npy", recorded()
+    path, of_run = tmp_path / "trace.npy", {"capacity_pool": "store", "strikes": "position"}
+    whole = dataclasses.replace(recorded(), etp_size=2, **of_run)
     with path.open("wb") as file:
         for step in (3, 8):
             append(whole.where(whole.steps == step), file)
@@ -201,7 +203,10 @@ def test_other_arrays_and_other_content(tmp_path):
     refuse(tmp_path, file_of(array), "num_experts=6, got 6")
     array = good()
     array["num_experts"][1] = 7
-    refuse(tmp_path, file_of(array), r"be \[6, 2, 0\], as in the first record, got \[7, 2, 0\]")
+    refuse(tmp_path, file_of(array), r"be \[6, 2, 0, 1, 0\], .* got \[7, 2, 0, 1, 0\]")
     array = good()
     array["pool"] = 3
     refuse(tmp_path, file_of(array), "be below 3, got 3")
+    array = good()
+    array["etp"] = 3
+    refuse(tmp_path, file_of(array), "be from 1 to 2, got 3")

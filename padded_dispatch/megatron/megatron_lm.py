@@ -294,13 +294,16 @@ def record_routing(
         layer.router.selector.observers.append(buffers[number])
     folder.mkdir(parents=True, exist_ok=True)
     dispatcher = next(iter(layers.values())).token_dispatcher
+    config, collectives = dispatcher.dispatch_config, dispatcher.exchange.kind == "alltoall"
     num_sources = dispatcher.ep_size * dispatcher.tp_size
     group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
     recording = Recording(
-        num_experts=dispatcher.dispatch_config.num_experts,
+        num_experts=config.num_experts,
         num_ranks=num_sources,
         rank=parallel_state.get_expert_data_parallel_rank() * num_sources + dist.get_rank(group),
-        capacity_pool=dispatcher.dispatch_config.capacity_pool,
+        capacity_pool=config.capacity_pool,
+        etp_size=config.etp_size,
+        strikes=config.policy if collectives else None,
         every=every,
         num_steps=num_steps,
         max_bytes=_TRACE_BYTES,

@@ -37,12 +37,8 @@ def read(argv: list[str]) -> argparse.Namespace:
         "layers (default: as in the traced run, else the one with the smaller factor)"
     )
     add("--pool", choices=POOLS, metavar="NAME", help=about)
-    about = "ranks that split every expert, as in the traced run"
-    add("--etp", type=int, default=1, help=about)
     about = "MoE layers of a pipeline stage's chunk, which share a store (default: all)"
     add("--store-layers", type=int, metavar="N", help=about)
-    about = "count tokens that collectives drop, too; direct stores between GPUs drop none"
-    add("--collectives", action="store_true", help=about)
     costs = made.add_argument_group("memory, where both sizes are given").add_argument
     costs("--hidden-size", type=int, help="hidden size of the model")
     costs("--ffn-size", type=int, help="ffn size of an expert")
@@ -87,9 +83,9 @@ def _tune(given: argparse.Namespace) -> int:
         given.drop,
         name=", ".join(path.name for path in given.traces),
         pools=(given.pool,) if given.pool else POOLS,
-        etp=given.etp,
+        etp=trace.etp_size,
         store_layers=given.store_layers,
-        strikes="probs" if given.collectives else None,
+        strikes=trace.strikes,
         sizes=sizes,
     )
     sys.stdout.write(f"{report.summary(found, given.report)}\n")

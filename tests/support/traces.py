@@ -48,8 +48,8 @@ def equal(one: Trace, other: Trace) -> bool:
     """Return whether two traces have the same sizes and the same arrays."""
     names = ("steps", "layers", "ranks", "ids_NTK", "probs_NTK")
     arrays = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
-    sizes = ("num_experts", "top_k", "num_ranks")
-    return arrays and all(getattr(one, name) == getattr(other, name) for name in sizes)
+    names = ("num_experts", "top_k", "num_ranks", "capacity_pool", "etp_size", "strikes")
+    return arrays and all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def save(trace: Trace, path: Path) -> None:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from padded_dispatch.config import Policy
 from padded_dispatch.megatron import uninstall
 from padded_dispatch.megatron.compat import training_stream
 from padded_dispatch.megatron.cpu import megatron_on_cpu
@@ -75,17 +74,13 @@ def assert_trace_says_the_same(
     counted: list[Counted],
     *,
     factor: float,
-    strikes: Policy | None = "probs",
     store_layers: int | None = None,
 ) -> None:
-    """Check that a replay of the run's trace at the run's factor equals the counters of all ranks.
-
-    `strikes`: None over direct stores, which strike nothing.
-    """
+    """Check that a replay of the run's trace, at its factor, equals the counters of all ranks."""
     trace = load_traces([folder])
     assert trace.capacity_pool is not None
     demand = demand_of(trace)
-    given = {"store_layers": store_layers, "strikes": strikes}
+    given = {"store_layers": store_layers, "etp": trace.etp_size, "strikes": trace.strikes}
     found = replay(demand, [factor], pool=trace.capacity_pool, **given)
     assert found.dropped.sum() > 0  # Else the test would be weak.
     places = [
@@ -251,6 +246,7 @@ def _counted(flags: str) -> Counted:
         ("--experts module --pp 2 --num-layers 4 --balancing expert-bias", {}),
         ("--experts packed --num-layers 3 --global-batch 18", {}),
         ("--experts packed --num-layers 4 --pp 2 --global-batch 9", {"store_layers": 2}),
+        ("--experts packed --num-layers 3 --etp 2 --ep 1 --padded-capacity-pool expert", {}),
     ],
 )
 def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, given):
@@ -259,6 +255,9 @@ def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, gi
     assert_trace_says_the_same(tmp_path, counted, factor=0.5, **given)
     trace = load_traces([tmp_path])
     assert (trace.num_experts, trace.top_k, trace.num_tokens) == (8, 2, 72)
+    sources = {"--pp": (1, None), "--etp": (2, "probs")}  # One source strikes nothing.
+    found = [of for name, of in sources.items() if name in flags] or [(1, "probs")]
+    assert found == [(trace.etp_size, trace.strikes)]
     assert set(trace.steps.tolist()) == {1, 2} and len(list(tmp_path.iterdir())) == 2
 
 
@@ -294,7 +293,7 @@ def check_on_gpus(pool: WorkerPool, folder: Path, flags: str) -> None:
         traced = f"--trace {folder / graph} --graph {graph} {flags}"
         found = pool.run(_run_on_gpus, traced, timeout_s=240.0)
         counted = [of_rank for of_rank, _ in found]
-        assert_trace_says_the_same(folder / graph, counted, factor=0.5, strikes=None)
+        assert_trace_says_the_same(folder / graph, counted, factor=0.5)
         losses[graph] = [of_rank for _, of_rank in found]
         assert losses[graph] == losses["none"], graph
 

@@ -1,5 +1,6 @@
 """The command from its flags to the page that it writes, and its mistakes."""
 
+import dataclasses
 import tomllib
 from pathlib import Path
 
@@ -49,10 +50,11 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     assert alone.chosen.sentence() in words
 
 
-def test_etp_and_the_first_step(tune, tmp_path):
-    save(TRACE, tmp_path / "trace.npy")
-    printed, page = tune("trace.npy --etp 2 --from-step 15 --store-layers 1 --collectives")
-    last = TRACE.where(TRACE.steps >= 15)
+def test_the_exchange_of_the_traced_run_and_the_first_step(tune, tmp_path):
+    trace = dataclasses.replace(TRACE, etp_size=2, strikes="probs")
+    save(trace, tmp_path / "trace.npy")
+    printed, page = tune("trace.npy --from-step 15 --store-layers 1")
+    last = trace.where(trace.steps >= 15)
     given = {"etp": 2, "store_layers": 1, "strikes": "probs"}
     found = study(demand_of(last), name="trace.npy", **given)
     assert "of the 5 steps traced" in found.chosen.sentence()
