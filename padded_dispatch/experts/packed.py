@@ -131,7 +131,7 @@ class _Pass(torch.autograd.Function):
         require_first_derivatives()
         if ctx.kept is None:
             raise ValueError(RUN_ONCE)
-        is_last = ctx.kept.room.is_last()
+        gives_back = ctx.kept.room.gives_back()
         kept, ctx.kept = ctx.kept, None
         fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *saved = ctx.saved_tensors
         tokens_SPD, own_TD, prob_SPK, *own = saved
@@ -184,7 +184,7 @@ class _Pass(torch.autograd.Function):
         if needs_fc1:
             rows_ND = spread(**vars(came))
             grad_fc1 = _weight_gradient(grad_fc1_MG, rows_ND, segments, True, weights.fc1_sums)
-        if kept.room.top is not None and is_last:  # That was the last use of the rows.
+        if kept.room.top is not None and gives_back:  # That was the last use of the rows.
             layout.release(kept.room.top, kept.found)
         kept.room.close()
         return grad_TD, grad_TK, grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias, None, None, None

@@ -226,7 +226,7 @@ class _Release(torch.autograd.Function):
         if ctx.given is None:
             raise ValueError(RUN_ONCE)
         (room, offsets, before), ctx.given = ctx.given, None
-        if room.is_last():
+        if room.gives_back():
             release(room.top, offsets, before)
         room.close()
         return grad_SPD, None, None, None

@@ -64,9 +64,13 @@ class Buffers:
 
 @dataclass(kw_only=True, eq=False)
 class Entry:
-    """The host's mark of a pass that has rows in a stack, held by its autograd node."""
+    """The host's mark of a pass that has rows in a stack, held by its autograd node.
+
+    `lost`: whether the backward of a call in front of it may have written over them.
+    """
 
     number: int
+    lost: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -139,22 +143,27 @@ class Room:
             )
         return known[key]
 
-    def is_last(self) -> bool:
-        """Return whether no call behind this one has rows, at the beginning of its backward."""
-        if self.stack is None:
-            return True
-        assert self.entry is not None
-        entries = self.stack.entries
-        behind = entries[entries.index(weakref.ref(self.entry)) + 1 :]
-        last = not any(entry() for entry in behind)
+    def gives_back(self) -> bool:
+        """Return whether backward, which begins, lowers `top`: not below rows of calls behind it.
+
+        Where rows may be overwritten it does, and computes some again over those of such calls.
+        Their own backward, if it came after all, raises.
+        """
+        if self.stack is None or self.entry is None:
+            return False
         require(
-            last or not self.overwritten,
+            not self.entry.lost,
             "order of backward passes",
-            "that of a layer in front of others",
+            "a layer behind one whose rows were computed again",
             "be the reverse of the forward passes where layers overwrite rows of a full store",
             "raise moe_expert_capacity_factor, or set capacity_pool='expert'",
         )
-        return last
+        entries = self.stack.entries
+        behind = [entry() for entry in entries[entries.index(weakref.ref(self.entry)) + 1 :]]
+        alive = [entry for entry in behind if entry is not None]
+        for entry in alive:
+            entry.lost = self.overwritten
+        return self.overwritten or not alive
 
     def close(self) -> None:
         """Take the mark off the stack, once backward has issued its last use of the rows."""

@@ -104,18 +104,17 @@ def test_backward_in_another_order_leaves_the_rows_of_calls_behind():
     """Where calls may overwrite rows, backward would compute some again over those in use."""
     store = make_store(4, 4, 4)
     rooms = [take(store, number) for number in range(3)]
-    assert [room.is_last() for room in rooms] == [False, False, True]
+    assert [room.gives_back() for room in rooms] == [False, False, True]
     rooms[1].close()
     rooms[2].close()
-    assert rooms[0].is_last() and take(store, 1).stack is rooms[0].stack  # That pass is gone.
-    assert rooms[0].is_last() and scratch(config(), 10, COUNT).is_last()
+    assert rooms[0].gives_back() and take(store, 1).stack is rooms[0].stack  # That pass is gone.
+    assert rooms[0].gives_back() and not scratch(config(), 10, COUNT).gives_back()
     full = make_store(1, 1)
     first, second = take(full, 0), take(full, 1)
-    assert first.overwritten and second.is_last()
+    assert first.overwritten and second.gives_back()
+    assert first.gives_back()  # Nobody may ask for the second's gradient.
     with pytest.raises(ValueError, match=r"^order of backward passes must be the reverse"):
-        first.is_last()
-    second.close()
-    assert first.is_last()
+        second.gives_back()
 
 
 def test_a_pass_that_broke_off_gives_its_stack_back():
