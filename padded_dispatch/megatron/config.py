@@ -169,7 +169,10 @@ def check_pipeline(config: Any) -> None:
 
 def _check_layers(config: Any, options: PaddedOptions) -> None:
     """Raise if `layer_factors` names a layer that the model does not have, or a dense one."""
-    last = config.num_layers + (_read(config, "mtp_num_layers") or 0)
+    later = _read(config, "mtp_num_layers") or 0
+    if _read(config, "mtp_use_repeated_layer"):  # One layer, run several times.
+        later = min(later, 1)
+    last = config.num_layers + later
     for number in options.layer_factors:
         require(
             number <= last,
@@ -190,8 +193,7 @@ def _check_layers(config: Any, options: PaddedOptions) -> None:
 def _is_dense(config: Any, number: int) -> bool:
     """Return whether `moe_layer_freq` makes layer `number`, from 1, a layer without experts."""
     pattern = _read(config, "moe_layer_freq") or 1
-    if number > config.num_layers:  # Multi-token prediction follows the last layer.
-        return False
+    number = min(number, config.num_layers)  # Multi-token prediction is as the last layer.
     if isinstance(pattern, int):
         return (number - 1) % pattern != 0
     return len(pattern) == config.num_layers and not pattern[number - 1]

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.compat import graph_scopes, layer_graphs
-from padded_dispatch.megatron.config import log_once
+from padded_dispatch.megatron.config import check_config, log_once
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from tests.support import tiny
 
@@ -142,6 +142,11 @@ def test_options_of_another_type_are_rejected_at_once(given):
             {"num_layers": 5, "moe_layer_freq": 2},
             "^layer_factors must name layers with experts, .*; leave out layer 4$",
         ),
+        (  # Multi-token prediction is as the last layer, which is dense.
+            {"layer_factors": {3: 1.5}},
+            {"num_layers": 2, "moe_layer_freq": [1, 0], "mtp_num_layers": 1},
+            "^layer_factors must name layers with experts, .*; leave out layer 3$",
+        ),
         (
             {},
             {"moe_router_topk": 5},
@@ -171,7 +176,12 @@ def test_factors_of_all_layers_with_experts_are_accepted():
     install(PaddedOptions(layer_factors={2: 2.0}))
     assert tiny.config(num_layers=2, moe_layer_freq=[0, 1]).num_layers == 2
     # Layers of multi-token prediction come last.
-    assert tiny.config(num_layers=1, mtp_num_layers=1).mtp_num_layers == 1
+    repeated: Any = tiny.config(num_layers=1, mtp_num_layers=2)
+    repeated.padded_dispatch = PaddedOptions(layer_factors={3: 2.0})
+    check_config(repeated)
+    repeated.mtp_use_repeated_layer = True  # Some versions lack it.
+    with pytest.raises(ValueError, match=r"^layer_factors must name layers from 1 to 2, .* 3$"):
+        check_config(repeated)
     dense = tiny.config(num_moe_experts=None, moe_ffn_hidden_size=None)
     assert dense.num_moe_experts is None
 
