@@ -158,18 +158,27 @@ class Room:
             "be the reverse of the forward passes where layers overwrite rows of a full store",
             "raise moe_expert_capacity_factor, or set capacity_pool='expert'",
         )
-        entries = self.stack.entries
-        behind = [entry() for entry in entries[entries.index(weakref.ref(self.entry)) + 1 :]]
-        alive = [entry for entry in behind if entry is not None]
+        alive = self._behind()
         for entry in alive:
-            entry.lost = self.overwritten
+            entry.lost |= self.overwritten
         return self.overwritten or not alive
+
+    def _behind(self) -> list[Entry]:
+        """Return the marks of calls behind this one that have rows."""
+        assert self.stack is not None and self.entry is not None
+        entries = self.stack.entries
+        marks = entries[entries.index(weakref.ref(self.entry)) + 1 :]
+        return [entry for mark in marks if (entry := mark()) is not None]
 
     def close(self) -> None:
         """Take the mark off the stack, once backward has issued its last use of the rows."""
         if self.stack is not None:
             assert self.entry is not None
-            self.stack.entries.remove(weakref.ref(self.entry))
+            entries, mark = self.stack.entries, weakref.ref(self.entry)
+            if self._behind():  # `top` stays above its rows: a dead mark, which no call follows.
+                entries[entries.index(mark)] = weakref.ref(Entry(number=self.entry.number))
+            else:
+                entries.remove(mark)
 
 
 # Returns the room of the pass that begins, whose sources send `count_SL` rows: in a stack of a

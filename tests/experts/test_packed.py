@@ -378,3 +378,38 @@ def test_backward_passes_in_the_order_of_forward_passes(experts: Any):
         found.append(model.gradients())
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name
+
+
+@pytest.mark.parametrize("experts", [plain, packed], ids=["plain", "packed"])
+def test_a_pass_that_goes_on_behind_another_order_of_backward_passes(experts: Any):
+    """Two branches on a trunk, a gradient of each, then both again in the usual order."""
+    case, found = Case(routings=("full",) * 3, factor=1.0), []
+    for before in (False, True):
+        model, exchange = Model(case, torch.float32), exchange_of(case)
+        run = partial(forward, model, experts.run, exchange)
+        trunk_TD, first_TD = run(numbers=[0]), model.tokens_TD
+        model.tokens_TD = trunk_TD.detach().requires_grad_()
+        if before:
+            for out_TD in [run(numbers=[number]) for number in (1, 2)]:
+                out_TD.backward(model.grad_TD)
+            model.tokens_TD.grad = model.weights[1].fc1_LGD.grad = None
+        one_TD, other_TD = (run(numbers=[number]) for number in (1, 2))
+        other_TD.backward(model.grad_TD)
+        one_TD.backward(model.grad_TD)
+        trunk_TD.backward(model.tokens_TD.grad)
+        found.append((model.tokens_TD.grad, model.weights[1].fc1_LGD.grad, first_TD.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("experts", [plain, packed], ids=["plain", "packed"])
+def test_rows_that_are_lost_are_said_whatever_comes_between(experts: Any):
+    """At factor 0.9 the second layer may be overwritten, and the first may not."""
+    model, outs = Model(Case(routings=("full",) * 3, factor=0.9), torch.float32), []
+    exchange = exchange_of(model.case)
+    for number in range(3):
+        outs.append(forward(model, experts.run, exchange, numbers=[number]))
+        model.tokens_TD = outs[-1].detach().requires_grad_()
+    outs[1].backward(model.grad_TD)
+    outs[0].backward(model.grad_TD)
+    with pytest.raises(ValueError, match=r"^order of backward passes must be the reverse"):
+        outs[2].backward(model.grad_TD)
