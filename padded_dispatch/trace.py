@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -33,8 +33,12 @@ from padded_dispatch.config import CapacityPool, Policy, require
 
 MAX_EXPERTS = 2**15 - 1  # ids are int16
 HEADER_BYTES = 512  # of a step in a file, at most
-_POOLS: tuple[CapacityPool | None, ...] = (None, "expert", "store")  # by their number in a file
-_POLICIES: tuple[Policy | None, ...] = (None, "probs", "position")  # likewise
+# What a file says of the run, in each record, by the names that `Trace` has.
+_SETTINGS = ("num_experts", "num_ranks", "capacity_pool", "etp_size", "strikes")
+_NUMBERED = {  # Settings that a file has as a number: their place here.
+    "capacity_pool": (None, "expert", "store"),
+    "strikes": (None, "probs", "position"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,7 +141,7 @@ def merge(traces: Sequence[Trace], names: Sequence[object] | None = None) -> Tra
     names = [f"part {i}" for i in range(len(traces))] if names is None else names
     first = traces[0]
     for part, name in zip(traces, names, strict=True):
-        for field in ("top_k", "num_tokens", *_OF_RUN):
+        for field in ("top_k", "num_tokens", *_SETTINGS):
             value, expected = getattr(part, field), getattr(first, field)
             rule = f"be {expected}, as in {names[0]}"
             require(value == expected, f"{name}: {field}", value, rule)
@@ -246,9 +250,9 @@ def append(part: Trace, file: BinaryIO) -> None:
     """Append records to a file that was opened for binary writing; others can read them at once."""
     records = np.empty(part.num_records, _record_dtype(part.num_tokens, part.top_k))
     records["step"], records["layer"], records["rank"] = part.steps, part.layers, part.ranks
-    records["num_experts"], records["num_ranks"] = part.num_experts, part.num_ranks
-    records["pool"] = _POOLS.index(part.capacity_pool)
-    records["etp"], records["strikes"] = part.etp_size, _POLICIES.index(part.strikes)
+    for name in _SETTINGS:
+        value = getattr(part, name)
+        records[name] = _NUMBERED[name].index(value) if name in _NUMBERED else value
     records["probs"], records["ids"] = part.probs_NTK, part.ids_NTK
     np.save(file, records, allow_pickle=False)
     file.flush()
@@ -256,9 +260,6 @@ def append(part: Trace, file: BinaryIO) -> None:
 
 _FIX = "give a file of `train --trace`"
 _MAGIC = npy.magic(1, 0)
-# Alike in all records of a file, and in all parts of a trace.
-_SETTINGS = ("num_experts", "num_ranks", "pool", "etp", "strikes")
-_OF_RUN = ("num_experts", "num_ranks", "capacity_pool", "etp_size", "strikes")
 
 
 def _record_dtype(num_tokens: int, top_k: int) -> np.dtype:
@@ -308,17 +309,15 @@ def _trace(arrays: Sequence[NDArray[np.void]]) -> Trace:
         f"be {settings[0].tolist()}, as in the first record",
         "record every configuration into its own file",
     )
-    num_experts, num_ranks, pool, etp_size, strikes = settings[0].tolist()
-    for name, number, known in (("pool", pool, _POOLS), ("strikes", strikes, _POLICIES)):
+    of_run: dict[str, Any] = dict(zip(_SETTINGS, settings[0].tolist(), strict=True))
+    for name, known in _NUMBERED.items():
+        number = of_run[name]
         require(0 <= number < len(known), f"record 0: {name}", number, f"be below {len(known)}")
+        of_run[name] = known[number]
     ids_NTK = joined("ids")
     return Trace(
-        num_experts=num_experts,
+        **of_run,
         top_k=ids_NTK.shape[2],
-        num_ranks=num_ranks,
-        capacity_pool=_POOLS[pool],
-        etp_size=etp_size,
-        strikes=_POLICIES[strikes],
         steps=joined("step"),
         layers=joined("layer"),
         ranks=joined("rank"),

@@ -145,9 +145,9 @@ class _Pass(torch.autograd.Function):
             stale = torch.maximum(kept.found.offsets, kept.room.top[2])
             again = dataclasses.replace(segments, offsets=stale)
             again = dataclasses.replace(again, tiles=gemm.row_tiles(again))
-            of_again = dataclasses.replace(kept, segments=again)
+            kept_again = dataclasses.replace(kept, segments=again)
             buffers = Buffers(fc1_MG=fc1_MG, prob_M=prob_M, home_M=home_M)
-            _multiply_by_fc1(of_again, came, prob_SPK, buffers, fc1_LGD, weights)
+            _multiply_by_fc1(kept_again, came, prob_SPK, buffers, fc1_LGD, weights)
         spread = partial(rows.spread_rows, row_SPK=row_SPK, segments=segments)
         values = wire.push(grad_TD.contiguous())
         scaled_ND = _empty_scaled(weights, num_rows, fc1_LGD.shape[2])
@@ -156,9 +156,16 @@ class _Pass(torch.autograd.Function):
         grad_NF = gemm.rows_times_weights(scaled_ND or grad_ND, fc2_LFD, segments, stored=False)
         grad_prob_N = prob_M.new_empty(num_rows)
         scaled_NG = _empty_scaled(weights, num_rows, fc1_LGD.shape[1])
-        how = vars(ctx.activation) | {"scaled": scaled_NG}
-        stored_rows = fc1_MG, fc1_bias_LG, prob_M
-        hidden_NF = curves.activate(*stored_rows, segments, grad_NF, grad_prob_N, **how)
+        hidden_NF = curves.activate(
+            fc1_MG,
+            fc1_bias_LG,
+            prob_M,
+            segments,
+            grad_NF,
+            grad_prob_N,
+            scaled=scaled_NG,
+            **vars(ctx.activation),
+        )
         del grad_NF, scaled_ND
         grad_fc1_MG = fc1_MG  # Overwritten.
         grad_fc2_bias = grad_fc1_bias = None
@@ -215,8 +222,9 @@ def _multiply_by_fc1(
         **choices,
     )
     weight_LGD = fc1_LGD if forms is None else forms.fc1_LGD
-    to = {"stored": False, "out": buffers.fc1_MG}
-    gemm.rows_times_weights(scaled_ND or rows_ND, weight_LGD, kept.segments, **to)
+    gemm.rows_times_weights(
+        scaled_ND or rows_ND, weight_LGD, kept.segments, stored=False, out=buffers.fc1_MG
+    )
 
 
 def _empty_scaled(weights: ExpertWeights, num_rows: int, width: int) -> Scaled | None:

@@ -124,7 +124,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.shared_overlap: SharedExpertOverlap | None = None
         self.expert_SBK = self.place_SBK = self.kept_E = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
-        self._num_slots: dict[tuple[bool, DispatchConfig, int], int] = {}
+        self._num_slots: dict[tuple[bool, DispatchConfig], dict[int, int]] = {}  # by T
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
         own = self.ep_group, self.tp_group, getattr(pg_collection, "expt_dp", None)
         self._logs = all(group is None or group.rank() == 0 for group in own)
@@ -231,16 +231,17 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return self.exchange.start(plan, tokens_TD, num_slots)
 
     def _slots(self, config: DispatchConfig, tokens_TD: Tensor) -> int:
-        """Return the slots of this rank at each other (P); `_announce` the first such pass.
+        """Return the slots of this rank at each other (P).
 
-        Of passes that differ in T alone, those with more tokens than any before.
+        `_announce` the first pass of its kind, and those with more tokens than any before.
         """
-        *kind, num_tokens = key = self.configs.in_training, config, len(tokens_TD)
-        if key not in self._num_slots:
-            if all(kind != known or num_tokens > most for *known, most in self._num_slots):
+        num_tokens = len(tokens_TD)
+        slots = self._num_slots.setdefault((self.configs.in_training, config), {})
+        if num_tokens not in slots:
+            if num_tokens > max(slots, default=0):
                 self._announce(config, tokens_TD)
-            self._num_slots[key] = config.wire_slots(len(tokens_TD))
-        return self._num_slots[key]
+            slots[num_tokens] = config.wire_slots(num_tokens)
+        return slots[num_tokens]
 
     def _announce(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
         """Check and log what the first pass with a config and a T shows."""

@@ -232,10 +232,16 @@ class _Gradients(torch.autograd.Function):
         both_T2E = tokens_TD.new_empty(len(grad_TE), 2, grad_TE.shape[1])
         high_TE, low_TE = both_T2E.unbind(1)
         torch.sub(grad_TE, high_TE.copy_(grad_TE), out=low_TE)
-        grad_TD = both_T2E.flatten(1) @ torch.cat([weight_ED, weight_ED])
-        grad_ED = torch.addmm(low_TE.T @ tokens_TD, high_TE.T, tokens_TD)
-        grad_bias = None if bias is None else grad_TE.sum(0).to(bias.dtype)
-        return grad_TD.view_as(input), grad_ED, grad_bias, None
+        needs_tokens, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_input = grad_ED = grad_bias = None
+        if needs_tokens:
+            twice_2ED = torch.cat([weight_ED, weight_ED])
+            grad_input = (both_T2E.flatten(1) @ twice_2ED).view_as(input)
+        if needs_weight:
+            grad_ED = torch.addmm(low_TE.T @ tokens_TD, high_TE.T, tokens_TD)
+        if needs_bias:
+            grad_bias = grad_TE.sum(0).to(bias.dtype)
+        return grad_input, grad_ED, grad_bias, None
 
 
 @functools.cache

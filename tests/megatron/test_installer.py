@@ -176,6 +176,7 @@ def test_factors_of_all_layers_with_experts_are_accepted():
     install(PaddedOptions(layer_factors={2: 2.0}))
     assert tiny.config(num_layers=2, moe_layer_freq=[0, 1]).num_layers == 2
     # Layers of multi-token prediction come last.
+    assert tiny.config(num_layers=1, mtp_num_layers=1).mtp_num_layers == 1
     repeated: Any = tiny.config(num_layers=1, mtp_num_layers=2)
     repeated.padded_dispatch = PaddedOptions(layer_factors={3: 2.0})
     check_config(repeated)

@@ -240,24 +240,22 @@ def _counted(flags: str) -> Counted:
 
 
 @pytest.mark.parametrize(
-    ("flags", "given"),
+    ("flags", "exchange", "given"),  # One source strikes nothing.
     [
-        ("--eval-every 2 --global-batch 18", {}),
-        ("--experts module --pp 2 --num-layers 4 --balancing expert-bias", {}),
-        ("--experts packed --num-layers 3 --global-batch 18", {}),
-        ("--experts packed --num-layers 4 --pp 2 --global-batch 9", {"store_layers": 2}),
-        ("--experts packed --num-layers 3 --etp 2 --ep 1 --padded-capacity-pool expert", {}),
+        ("--eval-every 2 --global-batch 18", (1, "probs"), {}),
+        ("--experts module --pp 2 --num-layers 4 --balancing expert-bias", (1, None), {}),
+        ("--experts packed --num-layers 3 --global-batch 18", (1, "probs"), {}),
+        ("--experts packed --num-layers 4 --pp 2 --global-batch 9", (1, None), {"store_layers": 2}),
+        ("--experts packed --etp 2 --ep 1 --padded-capacity-pool expert", (2, "probs"), {}),
     ],
 )
-def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, given):
+def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, exchange, given):
     run = f"--steps 2 --capacity-factor 0.5 --trace {tmp_path} {flags}"
     counted = pool2.run(_counted, run)
     assert_trace_says_the_same(tmp_path, counted, factor=0.5, **given)
     trace = load_traces([tmp_path])
     assert (trace.num_experts, trace.top_k, trace.num_tokens) == (8, 2, 72)
-    sources = {"--pp": (1, None), "--etp": (2, "probs")}  # One source strikes nothing.
-    found = [of for name, of in sources.items() if name in flags] or [(1, "probs")]
-    assert found == [(trace.etp_size, trace.strikes)]
+    assert (trace.etp_size, trace.strikes) == exchange
     assert set(trace.steps.tolist()) == {1, 2} and len(list(tmp_path.iterdir())) == 2
 
 
