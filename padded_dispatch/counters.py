@@ -2,8 +2,8 @@
 
 Counters are added to in place, so a replayed graph counts too; the host reads them only when a
 report asks. Totals only grow (and wrap around). A reader takes the difference from what it read
-before, so nothing has to be zeroed while graphs run. Every count is a whole number, probability
-mass too, so no sum depends on an order. Counting is one launch on a GPU.
+before, so nothing has to be zeroed while graphs run. Every count is a whole number, so no sum
+depends on an order. Counting is one launch on a GPU.
 
 A `Snapshot` holds counts of some time as plain NumPy. Rates are ratios of sums, not means of means.
 
@@ -65,11 +65,7 @@ class Counters:
         demand_E: rows asked for.
         kept_E: rows that have a place: of this source in cells, of all sources in a store.
         kept_L: those of this rank's experts, a view.
-        asked_mass: probability of all rows asked for, each rounded to units of 2**-32, half to
-            even; int64 holds up to 2**31 rows of probability 1.
-        dropped_mass: probability of the rows that got no slot of a cell, likewise.
-        num_tokens: tokens that asked for an expert.
-        lost_tokens: those of them that got no slot of a cell.
+        lost_tokens: tokens that asked for experts, and got no slot of a cell.
         num_positions: T per pass, padding tokens included.
         num_passes: passes.
         num_slots: slots of cells offered, E * C per pass.
@@ -84,9 +80,6 @@ class Counters:
         of_receiver: what the layout of a pass counts, by the names that `kernels.layout` has.
     """
 
-    asked_mass: Tensor
-    dropped_mass: Tensor
-    num_tokens: Tensor
     lost_tokens: Tensor
     num_positions: Tensor
     num_passes: Tensor
@@ -128,7 +121,6 @@ class Counters:
             self.max_need,
             asked_TE,
             selection.kept_TE if self._of_cells else None,
-            probs_TE,
             demand_E,
             self._top_k,
             asked_TE.shape[1] * selection.capacity if self._of_cells else 0,
@@ -163,7 +155,6 @@ def count_in_torch(
     max_need: Tensor,
     asked_TE: Tensor,
     kept_TE: Tensor | None,
-    probs_TE: Tensor,
     demand_E: Tensor | None,
     top_k: int,
     num_slots: int,
@@ -173,13 +164,8 @@ def count_in_torch(
     Arguments and example: see `padded_dispatch.kernels.counters.count`.
     """
     num_tokens, num_experts = asked_TE.shape
-    wide_TE = probs_TE.to(torch.promote_types(probs_TE.dtype, torch.float32))
-    mass_TE = torch.where(asked_TE, (wide_TE * 2**32).round().to(torch.int64), 0)
-    asked_T = asked_TE.any(1)
     totals[:num_experts] += asked_TE.sum(0)
     scalars = dict(zip(SCALARS, totals[2 * num_experts :], strict=True))
-    scalars["asked_mass"] += mass_TE.sum()
-    scalars["num_tokens"] += asked_T.sum()
     scalars["num_positions"] += num_tokens
     scalars["num_passes"] += 1
     scalars["num_slots"] += num_slots
@@ -187,8 +173,7 @@ def count_in_torch(
     scalars["num_unplaced"] += (goes_on_TE.sum(1) - top_k).clamp(min=0).sum()
     if kept_TE is not None:
         totals[num_experts : 2 * num_experts] += kept_TE.sum(0)
-        scalars["dropped_mass"] += torch.where(kept_TE, 0, mass_TE).sum()
-        scalars["lost_tokens"] += (asked_T & ~kept_TE.any(1)).sum()
+        scalars["lost_tokens"] += (asked_TE.any(1) & ~kept_TE.any(1)).sum()
     if demand_E is not None:
         torch.maximum(max_need, demand_E.max(), out=max_need)
 
@@ -214,9 +199,6 @@ class Snapshot:
     share_rows_Y: Ints | None = None
     demand_YE: Ints
     kept_YE: Ints
-    asked_mass_Y: Ints
-    dropped_mass_Y: Ints
-    num_tokens_Y: Ints
     lost_tokens_Y: Ints
     num_positions_Y: Ints
     num_passes_Y: Ints
@@ -281,7 +263,6 @@ class Snapshot:
         again: rows that were overwritten over rows asked for; backward computes at least as many.
 
         Of cells also:
-        dropped_mass: dropped probability over probability asked for.
         lost_tokens: a count, see `Counters`.
         fill: kept rows per slot.
         """
@@ -298,11 +279,8 @@ class Snapshot:
             "unplaced": self.num_unplaced_Y,
         }
         if self.share_rows_Y is None:
-            columns |= {
-                "dropped_mass": _ratio(self.dropped_mass_Y, self.asked_mass_Y),
-                "lost_tokens": self.lost_tokens_Y,
-                "fill": _ratio(self.kept_YE.sum(1), self.num_slots_Y),
-            }
+            columns["lost_tokens"] = self.lost_tokens_Y
+            columns["fill"] = _ratio(self.kept_YE.sum(1), self.num_slots_Y)
         else:
             columns["again"] = _ratio(self.num_again_Y, self.demand_YE.sum(1))
         return {name: np.nan_to_num(column).tolist() for name, column in columns.items()}

@@ -27,9 +27,7 @@ def test_counts_add_up():
         counters.idle_passes += sum(received) == 0
     assert counters.demand_E.tolist() == [6, 2, 0]
     assert counters.kept_E.tolist() == [3, 2, 0]
-    assert counters.asked_mass.item() == 2 * 10 * 2**30
-    assert counters.dropped_mass.item() == 2 * 2**30 + 5 * 2**30  # token 0, then 0 and 1
-    assert (counters.num_tokens.item(), counters.lost_tokens.item()) == (6, 1)
+    assert counters.lost_tokens.item() == 1  # token 1, with one slot
     assert (counters.num_positions.item(), counters.num_passes.item()) == (8, 2)
     assert (counters.num_slots.item(), counters.num_unplaced.item()) == (9, 0)
     assert (counters.max_need.item(), counters.idle_passes.item()) == (3, 2)
@@ -51,8 +49,7 @@ def test_a_store_is_counted_where_its_rows_are_kept():
     assert counters.demand_E.tolist() == [2, 0, 0, 2, 2, 0]
     assert counters.kept_E.tolist() == [0, 0, 8, 2, 0, 0]
     assert counters.kept_L.tolist() == [8, 2]
-    assert (counters.asked_mass.item(), counters.dropped_mass.item()) == (6 * 2**31, 0)
-    assert (counters.num_tokens.item(), counters.lost_tokens.item()) == (3, 0)
+    assert counters.lost_tokens.item() == 0
     assert (counters.num_positions.item(), counters.num_slots.item()) == (3, 0)
     assert (counters.max_need.item(), counters.idle_passes.item()) == (14, 0)
     assert counters.num_again.item() == 5
@@ -73,19 +70,6 @@ def test_a_layout_counts_what_the_sources_do_not(capacity_pool, names):
     of_store = capacity_pool == "store"
     assert counters.kept_E.tolist() == [0, 0, of_store, of_store]
     assert counters.max_need.item() == of_store
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_mass_is_rounded_half_to_even(dtype):
-    halves = torch.tensor([0.5, 1.5, 2.5, 3.0, 2.0**31]).double() * 2.0**-32
-    expected = [0, 2, 2, 3, 2**31]
-    if dtype == torch.float16:  # which has no such small numbers
-        halves, expected = torch.tensor([0.5, 2.0**-24]), [2**31, 2**8]
-    for prob, units in zip(halves.to(dtype), expected, strict=True):
-        counters = Counters(DispatchConfig(num_experts=1, top_k=1), "cpu")
-        given = torch.ones(1, 1, dtype=torch.bool), prob.view(1, 1)
-        counters.observe(*given, select(*given, capacity=1))
-        assert counters.asked_mass.item() == units
 
 
 # Figures: two layers, four experts on two ranks, the second layer without any pass.
@@ -133,9 +117,7 @@ def test_a_snapshot_has_the_counts_of_the_counters():
     assert seen.layers_Y.tolist() == [3, 5]
     assert seen.demand_YE.tolist() == [[10, 8, 0, 2], [0] * 4]
     assert seen.kept_YE.tolist() == [[6, 6, 0, 2], [0] * 4]
-    assert seen.asked_mass_Y.tolist() == [20 * 2**31, 0]
-    assert seen.dropped_mass_Y.tolist() == [6 * 2**31, 0]
-    assert (seen.num_tokens_Y[0], seen.lost_tokens_Y[0]) == (10, 2)  # token 3 keeps neither
+    assert seen.lost_tokens_Y[0] == 2  # token 3 keeps neither
     assert (seen.num_positions_Y[0], seen.num_passes_Y[0]) == (2 * T, 2)
     assert (seen.num_slots_Y[0], seen.num_unplaced_Y[0]) == (2 * E * 3, 7)
     assert (seen.struck_Y[0], seen.max_need_Y[0]) == (3, 5)
@@ -149,7 +131,6 @@ def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():
     assert math.ceil(T * K / E * float(seen.needed_factor[0])) == 5
     assert seen.figures() == {
         "dropped": 0.3,
-        "dropped_mass": 0.3,
         "lost_tokens": 2,
         "fill": 14 / 24,
         "expert_overload": 2.0,
@@ -161,7 +142,7 @@ def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():
     }
     layers = seen.figures_of_layers()
     assert layers["layer"] == [3, 5] and layers.keys() - {"layer"} == seen.figures().keys()
-    for name in ("dropped", "dropped_mass", "fill", "expert_overload", "rank_overload"):
+    for name in ("dropped", "fill", "expert_overload", "rank_overload"):
         assert layers[name] == [seen.figures()[name], 0], name
     assert layers["idle_passes"] == [2, 0]
 
@@ -172,6 +153,6 @@ def test_figures_of_a_store():
     assert of_store.needed_factor.tolist() == [5 / 4, 0]
     figures = of_store.figures()
     assert figures["needed_factor"] == 5 / 4
-    known = snapshot().figures().keys() - {"dropped_mass", "lost_tokens", "fill"} | {"again"}
+    known = snapshot().figures().keys() - {"lost_tokens", "fill"} | {"again"}
     assert figures["again"] == 5 / 20
     assert figures.keys() == known == of_store.figures_of_layers().keys() - {"layer"}

@@ -15,9 +15,6 @@ from torch import Tensor
 # expert: see `counters.Counters`. Listed here because the kernel shares the order, and `counters`
 # must not need Triton.
 SCALARS = (
-    "asked_mass",
-    "dropped_mass",
-    "num_tokens",
     "lost_tokens",
     "num_positions",
     "num_passes",

@@ -1,11 +1,9 @@
 """Counters in one launch: add what a selection asked for, kept and dropped to running totals.
 
 Each program reads the maps of some tokens and adds its sums. They are whole numbers, so the order
-of the programs does not matter. The first program also adds what is known beforehand. Probability
-mass is in units of 2**-32, each row's rounded half to even.
+of the programs does not matter. The first program also adds what is known beforehand.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,9 +12,6 @@ from padded_dispatch.kernels import SCALARS
 
 _TILE = 4096  # Elements of the maps per program.
 
-_ASKED_MASS = tl.constexpr(SCALARS.index("asked_mass"))
-_DROPPED_MASS = tl.constexpr(SCALARS.index("dropped_mass"))
-_NUM_TOKENS = tl.constexpr(SCALARS.index("num_tokens"))
 _LOST_TOKENS = tl.constexpr(SCALARS.index("lost_tokens"))
 _NUM_POSITIONS = tl.constexpr(SCALARS.index("num_positions"))
 _NUM_PASSES = tl.constexpr(SCALARS.index("num_passes"))
@@ -29,7 +24,6 @@ def count(
     max_need: Tensor,
     asked_TE: Tensor,
     kept_TE: Tensor | None,
-    probs_TE: Tensor,
     demand_E: Tensor | None,
     top_k: int,
     num_slots: int,
@@ -41,15 +35,13 @@ def count(
         max_need: int64 scalar, raised to the largest of `demand_E`.
         asked_TE: bool [T, E].
         kept_TE: bool [T, E]; None if only the receivers know: nothing kept or lost is counted.
-        probs_TE: floating point [T, E], finite where asked.
         demand_E: int32 [E], the column sums of `asked_TE`; None leaves `max_need` as it is.
         top_k: K; of the map that goes on, a token's rows beyond are counted.
         num_slots: slots offered.
 
-    Example: E = 2, K = 1, 2 slots, `asked = [[1, 1], [1, 0]]`,
-    `kept = [[0, 1], [1, 0]]`, `probs = [[.25, .75], [.5, 0]]`, `demand = [2, 1]` add demand [2, 1]
-    and kept [1, 1]; then asked mass 1.5 and dropped mass .25, both times 2**32; 2 tokens, none
-    lost; 2 positions, 1 pass, 2 slots, no row beyond K; without `kept` there would be one.
+    Example: E = 2, K = 1, 2 slots, `asked = [[1, 1], [1, 0]]`, `kept = [[0, 1], [1, 0]]`, `demand =
+    [2, 1]` add demand [2, 1] and kept [1, 1]; then no token lost; 2 positions, 1 pass, 2 slots, no
+    row beyond K; without `kept` there would be one.
     """
     num_tokens, num_experts = asked_TE.shape
     block_e = triton.next_power_of_2(num_experts)
@@ -59,7 +51,6 @@ def count(
         max_need,
         asked_TE.contiguous(),
         None if kept_TE is None else kept_TE.contiguous(),
-        probs_TE.contiguous(),
         demand_E,
         num_tokens,
         top_k,
@@ -67,7 +58,6 @@ def count(
         NUM_EXPERTS=num_experts,
         BLOCK_T=block_t,
         BLOCK_E=block_e,
-        WIDE=tl.float64 if probs_TE.dtype == torch.float64 else tl.float32,
     )
 
 
@@ -77,7 +67,6 @@ def _count_kernel(
     max_need,
     asked,
     kept,
-    probs,
     demand,
     num_tokens,
     top_k,
@@ -85,32 +74,25 @@ def _count_kernel(
     NUM_EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
     inside = (t < num_tokens)[:, None] & (e < NUM_EXPERTS)[None, :]
     at = t[:, None] * NUM_EXPERTS + e[None, :]
     asks = tl.load(asked + at, mask=inside, other=0) != 0
-    prob = tl.load(probs + at, mask=asks, other=0.0).to(WIDE)
-    mass = _half_to_even(prob * 4294967296.0)
 
     scalars = totals + 2 * NUM_EXPERTS
     goes_on = asks
-    asks_any = tl.max(asks.to(tl.int32), 1)
     demand_e = tl.sum(asks.to(tl.int32), 0)
     tl.atomic_add(totals + e, demand_e.to(tl.int64), mask=(e < NUM_EXPERTS) & (demand_e > 0))
-    tl.atomic_add(scalars + _ASKED_MASS, tl.sum(mass))
-    tl.atomic_add(scalars + _NUM_TOKENS, tl.sum(asks_any).to(tl.int64))
     if kept is not None:
         keeps = tl.load(kept + at, mask=inside, other=0) != 0
         goes_on = keeps
-        keeps_any = tl.max(keeps.to(tl.int32), 1)
+        lost = tl.max(asks.to(tl.int32), 1) - tl.max(keeps.to(tl.int32), 1)
         kept_e = tl.sum(keeps.to(tl.int32), 0)
         at_kept = totals + NUM_EXPERTS + e
         tl.atomic_add(at_kept, kept_e.to(tl.int64), mask=(e < NUM_EXPERTS) & (kept_e > 0))
-        tl.atomic_add(scalars + _DROPPED_MASS, tl.sum(tl.where(keeps, 0, mass)))
-        tl.atomic_add(scalars + _LOST_TOKENS, tl.sum(asks_any * (1 - keeps_any)).to(tl.int64))
+        tl.atomic_add(scalars + _LOST_TOKENS, tl.sum(lost).to(tl.int64))
     beyond = tl.maximum(tl.sum(goes_on.to(tl.int32), 1) - top_k, 0)
     tl.atomic_add(scalars + _NUM_UNPLACED, tl.sum(beyond).to(tl.int64))
     if tl.program_id(0) == 0:
@@ -125,13 +107,3 @@ def _count_kernel(
 @triton.jit
 def _add(total, number):
     tl.store(total, tl.load(total) + number)
-
-
-@triton.jit
-def _half_to_even(x):
-    """Round to int64, half to even; exact, since a float and its floor differ exactly."""
-    low = tl.floor(x)
-    rest = x - low
-    whole = low.to(tl.int64)
-    up = (rest > 0.5) | ((rest == 0.5) & (whole % 2 != 0))
-    return whole + up.to(tl.int64)

@@ -179,15 +179,14 @@ def test_earlier_counts_are_left_out_and_totals_may_wrap():
     chunk = model(1)
     run(chunk[0], 1)
     counters = chunk[0].token_dispatcher.counters
-    counters.asked_mass.fill_(2**63 - 1)
-    before = int(counters.num_tokens)
+    before = int(counters.num_positions)
+    counters.demand_E.fill_(2**63 - 1)
     telemetry = Telemetry([chunk])
     run(chunk[0], 2)
-    assert before == T and counters.asked_mass.item() < 0
+    assert before == T and (counters.demand_E < 0).any()
     snapshot = telemetry.read().training
-    assert snapshot.num_tokens_Y.tolist() == [T]
-    mass = snapshot.asked_mass_Y[0] / 2**32  # each token's probabilities sum to 1
-    assert mass == pytest.approx(T, rel=1e-6)
+    assert snapshot.num_positions_Y.tolist() == [T]
+    assert snapshot.demand_YE.sum() == T * tiny.TOP_K
 
 
 def test_scalars_have_megatrons_kind_of_names():
@@ -227,7 +226,7 @@ def test_layers_without_a_number_of_their_own_follow_the_others(numbers, expecte
     assert training.demand_YE[first].tolist() == counts.demand_E.tolist()
     alone = Telemetry([chunk[0]])
     run(chunk[0], 2)
-    assert alone.read().training.num_tokens_Y.tolist() == [T]
+    assert alone.read().training.num_positions_Y.tolist() == [T]
 
 
 def test_a_model_without_padded_layers_is_refused():
@@ -302,4 +301,4 @@ def _over_tensor_parallel_ranks() -> Any:
 
 def test_tokens_that_tensor_parallel_ranks_share_count_once(pool2):
     for snapshot in pool2.run(_over_tensor_parallel_ranks):
-        assert snapshot.num_tokens_Y.tolist() == [T]
+        assert snapshot.num_positions_Y.tolist() == [T]
