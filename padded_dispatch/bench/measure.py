@@ -37,6 +37,7 @@ from padded_dispatch.utils.shapes import LayerShape
 
 _WARMUP = 5
 _REPEATS = 5
+_REST_S = 0.5  # before each repeat, so that a GPU with a power cap begins it at its full clock
 _PROFILED = 4
 _NUM_BATCHES = 4
 _SUSTAINED_MS = 1000
@@ -184,11 +185,11 @@ class Passes:
 class Timing:
     """Milliseconds per iteration on the slowest rank.
 
-    `samples_ms`: one per repeat. `host_ms`: time that the host was busy; near `ms`, the host is
-    the bottleneck. `sm_mhz`: clock of this rank's multiprocessors at the end of each repeat.
-    `sustained_ms`: after a second of the same work, when the GPU has met its power cap; `joules`:
-    energy of an iteration then, the mean of the ranks. None on CPUs, and clock and energy without
-    NVIDIA's library.
+    `samples_ms`: one per repeat, a burst of a device that was idle. `host_ms`: time that the host
+    was busy; near `ms`, the host is the bottleneck. `sm_mhz`: clock of this rank's multiprocessors
+    at the end of each repeat. `sustained_ms`: after a second of the same work, when the GPU has met
+    its power cap; `joules`: energy of an iteration then, the mean of the ranks. None on CPUs, and
+    clock and energy without NVIDIA's library.
     """
 
     samples_ms: list[float]
@@ -209,6 +210,7 @@ def timed(run: Callable[[int], object], *, iterations: int, device: torch.device
         run(number)
     samples, hosts, clocks = [], [], []
     for _ in range(_REPEATS):
+        time.sleep(_REST_S if device.type == "cuda" else 0)
         _meet(device)
         start = time.perf_counter()
         for number in range(iterations):

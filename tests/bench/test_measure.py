@@ -72,7 +72,7 @@ def test_cases_of_one_layer_and_routing_share_their_batches():
 
 def test_sustained_time_and_energy_are_those_of_the_second_second(monkeypatch):
     """A clock that only `run` moves: 100 ms at first, 125 ms and 50 J from the eleventh run on."""
-    runs = []
+    runs, rests = [], []
 
     def seconds() -> float:
         return 0.1 * min(len(runs), 10) + 0.125 * max(len(runs) - 10, 0)
@@ -91,7 +91,7 @@ def test_sustained_time_and_energy_are_those_of_the_second_second(monkeypatch):
     monkeypatch.setattr(measure, "_nvml", lambda index: (library, "a handle"))
     monkeypatch.setattr(measure, "_meet", lambda device: None)
     monkeypatch.setattr(measure, "_synchronize", lambda device: None)
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=seconds))
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=seconds, sleep=rests.append))
     tensor = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda given, device: tensor(given))
     monkeypatch.setattr(measure.dist, "all_reduce", lambda tensor, op: None)
@@ -101,6 +101,7 @@ def test_sustained_time_and_energy_are_those_of_the_second_second(monkeypatch):
     # Twice ten runs: a second at 100 ms each.
     assert len(runs) == 5 + 5 + 20 and runs[-10:] == list(range(10))
     assert (found.sustained_ms, found.joules) == (125, 50)
+    assert rests == [0.5] * 5
     monkeypatch.setattr(measure, "_nvml", lambda index: None)
     found = measure.timed(runs.append, iterations=1, device=gpu)
     assert (found.sustained_ms, found.joules, found.sm_mhz) == (125, None, None)
