@@ -87,25 +87,42 @@ class Agreement:
         values = key + rules
         if values not in self._digests:
             self._digests[values] = _digest(values)
-        row = torch.tensor([self._number, self._layer, self._num_calls, *self._digests[values]])
-        where = f"call {self._num_calls} of {self._caller}"
-        rows = self._mirror.gather(row, self._limit_s, where)
-        if (rows != row).any():
-            own = ("caller", self._caller), ("call number", self._num_calls), *values
-            text = _text(own)
-            text = torch.tensor(list(text.ljust(self.largest(len(text)))), dtype=torch.uint8)
-            texts = self._mirror.gather(text, self._limit_s, where)
-            values_of = [dict(json.loads(bytes(text.tolist()))) for text in texts]
-            raise ValueError(_differences(self._mirror.ranks, values_of))
+        self._gather(self._digests[values], 2, values)
         self._compared.add(key)
 
     def largest(self, number: int) -> int:
-        """Return the largest of the ranks' numbers, on the host; a collective call, if eager."""
+        """Return the largest of the ranks' numbers, on the host; a collective call.
+
+        It belongs to the last call of `check`, and raises as that does if a rank is in another.
+        """
         if self._mirror is None:
             return number
+        return int(self._gather((number, 0), 0, ())[:, -2].max())
+
+    def _gather(self, numbers: tuple[int, int], num_equal: int, values: Values) -> Tensor:
+        """Return the numbers of each rank, behind those of its call; raise if the calls differ.
+
+        All calls gather rows of one size: gloo aborts if ranks that have lost step differ in it.
+
+        Args:
+            numbers: of this rank.
+            num_equal: how many of them must be equal on all ranks; as many on all that are in step.
+            values: what an error shows of this rank.
+        """
+        assert self._mirror is not None
+        call = self._number, self._layer, self._num_calls, num_equal
+        row = torch.tensor([*call, *numbers])
         where = f"call {self._num_calls} of {self._caller}"
-        row = torch.tensor([number])
-        return int(self._mirror.gather(row, self._limit_s, where).max())
+        rows = self._mirror.gather(row, self._limit_s, where)
+        num_equal += len(call)
+        if (rows[:, :num_equal] != row[:num_equal]).any():
+            text = _text((("caller", self._caller), ("call number", self._num_calls), *values))
+            lengths = self._mirror.gather(torch.tensor([len(text)]), self._limit_s, where)
+            text = torch.tensor(list(text.ljust(int(lengths.max()))), dtype=torch.uint8)
+            texts = self._mirror.gather(text, self._limit_s, where)
+            values_of = [dict(json.loads(bytes(text.tolist()))) for text in texts]
+            raise ValueError(_differences(self._mirror.ranks, values_of))
+        return rows
 
 
 def agree_on_shapes(

@@ -192,6 +192,30 @@ def test_the_largest_number_of_all_connected_ranks(pool4):
     assert Agreement(None).largest(4) == 4
 
 
+def _breaks_off_before_largest(rank: int) -> str:
+    agreement = Agreement(dist.group.WORLD)
+    agreement.check(T=5)
+    with pytest.raises(ValueError) as error:
+        if dist.get_rank() == rank:
+            agreement.check(T=6)
+        else:
+            agreement.largest(3)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_breaks_off_before_the_largest_number(pool2, rank):
+    """Gloo would abort the process if the two gathered rows of other sizes."""
+    numbers, sizes = [1, 1], ["absent", "absent"]
+    numbers[rank], sizes[rank] = 2, "6"
+    differing = [
+        f"{name} is {of[0]} on rank 0, {of[1]} on rank 1"
+        for name, of in (("call number", numbers), ("T", sizes))
+    ]
+    words = f"ranks disagree about a padded dispatch: {'; '.join(differing)}. Give every rank"
+    assert all(said.startswith(words) for said in pool2.run(_breaks_off_before_largest, rank))
+
+
 def test_one_rank_compares_nothing(monkeypatch):
     monkeypatch.setattr(agreement_module, "mirror_of", lambda *_: pytest.fail("made a mirror"))
     agreement = Agreement(None)
