@@ -60,7 +60,7 @@ def run(layer: Any, hidden: Tensor, mask_BS: Tensor | None = None) -> dict[str, 
     for name, parameter in layer.named_parameters():
         found[f"gradient of {name}"] = parameter.grad
     counters = layer.token_dispatcher.counters
-    for name in ("demand_E", "kept_E", "num_tokens"):
+    for name in ("demand_E", "kept_E", "lost_tokens"):
         found[name] = getattr(counters, name).clone()
     if layer.router.enable_expert_bias:
         found["counts of the bias"] = layer.router.local_tokens_per_expert.clone()
