@@ -23,7 +23,6 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -224,7 +223,7 @@ class _StepStart:
 
     def __init__(self, chunks: list[Any]) -> None:
         self._chunks = chunks
-        self._random = RandomStates.now()
+        self._random = RandomStates()
         self._counts = [t for chunk in chunks for t in counting_tensors(chunk.module)]
         self._copies = [torch.empty_like(tensor) for tensor in self._counts]
         _copy_all(self._copies, self._counts)
@@ -295,55 +294,36 @@ def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
     return run
 
 
-# How to get and set the state of each generator that any code of this process may draw from.
-# Torch's functions are looked up in every call, because `megatron_on_cpu` replaces them.
-_GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "python": (random.getstate, random.setstate),
-    "numpy": (np.random.get_state, np.random.set_state),
-    "cuda": (lambda: torch.cuda.get_rng_state(), lambda state: torch.cuda.set_rng_state(state)),
-    "cpu": (lambda: torch.get_rng_state(), lambda state: torch.set_rng_state(state)),
-}
+def generator_states() -> tuple[Any, ...]:
+    """Return the states of generators that any code of this process may draw from."""
+    of_torch = torch.cuda.get_rng_state(), torch.get_rng_state()
+    return random.getstate(), np.random.get_state(), *of_torch
 
 
-def generator_states() -> dict[str, Any]:
-    """Return the states of generators that any code of this process may draw from, by name."""
-    return {name: get() for name, (get, _) in _GENERATORS.items()}
-
-
-def set_generators(states: dict[str, Any]) -> None:
+def set_generators(states: tuple[Any, ...]) -> None:
     """Set all generators to these states."""
-    for name, state in states.items():
-        _, put = _GENERATORS[name]
-        put(state)
+    put = random.setstate, np.random.set_state, torch.cuda.set_rng_state, torch.set_rng_state
+    for put_one, state in zip(put, states, strict=True):
+        put_one(state)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class RandomStates:
-    """States of all generators, those of Megatron's tracker included.
+    """The states of all generators when it is made, those of Megatron's tracker included."""
 
-    `tracker`: its entries, which are tensors or generators. `positions`: the states of those that
-    are generators.
-    """
-
-    generators: dict[str, Any]
-    tracker: dict[str, Any]
-    positions: dict[str, Tensor]
-
-    @classmethod
-    def now(cls) -> "RandomStates":
-        """Return the states as they are."""
+    def __init__(self) -> None:
         tracker: Any = get_cuda_rng_tracker()
-        entries = tracker.get_states()
-        positions = {n: e.get_state() for n, e in entries.items() if hasattr(e, "get_state")}
-        return cls(generators=generator_states(), tracker=entries, positions=positions)
+        self._generators = generator_states()
+        self._tracker = tracker.get_states()  # Tensors, or generators, which go on.
+        generators = {n: e for n, e in self._tracker.items() if hasattr(e, "get_state")}
+        self._positions = {name: entry.get_state() for name, entry in generators.items()}
 
     def restore(self) -> None:
         """Set all generators to these states."""
         tracker: Any = get_cuda_rng_tracker()
-        for name, position in self.positions.items():
-            self.tracker[name].set_state(position)
-        tracker.set_states(self.tracker)
-        set_generators(self.generators)
+        for name, position in self._positions.items():
+            self._tracker[name].set_state(position)
+        tracker.set_states(self._tracker)
+        set_generators(self._generators)
 
 
 class RecordedMicrobatches:
@@ -356,7 +336,7 @@ class RecordedMicrobatches:
 
     def __init__(self, source: Any) -> None:
         self._source = source
-        self._recorded: list[tuple[Any, dict[str, Any]]] = []
+        self._recorded: list[tuple[Any, tuple[Any, ...]]] = []
 
     def __iter__(self) -> "RecordedMicrobatches":
         return self

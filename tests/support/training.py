@@ -391,7 +391,7 @@ class Training:
         self.schedule = self._iteration or get_forward_backward_func()
         retries = self.config.padded_dispatch.on_overflow == "retry"
         self.retry = Retry(self.schedule, self.chunks) if retries else None
-        self.random = RandomStates.now()
+        self.random = RandomStates()
         self._logged: dict[str, Tensor] = {}
         self.losses: list[float] = []
 
@@ -440,7 +440,7 @@ class Training:
                 results |= self._evaluate(number, *self.model.evaluates)
         reports = self.passes(number=number)
         with outside():
-            self.random = RandomStates.now()
+            self.random = RandomStates()
             self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
             losses = [report["loss"] for report in reports]
             if losses:

@@ -113,7 +113,7 @@ class LayerGraphs:
         ]
         for chunk in hooked:  # Transformer Engine captures no module that has hooks.
             chunk.disable_forward_pre_hook(param_sync=False)
-        states = RandomStates.now()
+        states = RandomStates()
         try:
             with explain_out_of_memory():
                 self._helper.create_cudagraphs()
