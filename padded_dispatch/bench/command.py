@@ -15,7 +15,7 @@ from torch import Tensor
 
 from padded_dispatch.bench.arguments import read_bench, with_defaults
 from padded_dispatch.bench.cases import CONTENDERS, MODELS, Case, sweep
-from padded_dispatch.bench.layer import RoutedLayer, build, chosen, stock_flags
+from padded_dispatch.bench.layer import RoutedLayer, build, stock_flags
 from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
 from padded_dispatch.bench.report import differences, line, readme_table, roofline, table
 from padded_dispatch.config import require
@@ -192,7 +192,8 @@ def _figures(
     allocated = round(allocated_gib() - held_gib, 3) if on_gpu else None
     demand_BSE = _demand(case, data)
     kept_SE = _kept(case, layer, passes, demand_BSE)
-    figures: dict[str, Any] = {"chosen": chosen(layer), "ms": timing.ms, **vars(timing)}
+    chosen = getattr(layer.layer.token_dispatcher, "chosen", None)  # Stock's has none.
+    figures: dict[str, Any] = {"chosen": chosen, "ms": timing.ms, **vars(timing)}
     if CONTENDERS[case.contender].drops:
         figures["dropped"] = 1 - kept_SE.sum().item() * len(data) / demand_BSE.sum().item()
     if on_gpu:

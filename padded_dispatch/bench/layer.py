@@ -122,10 +122,3 @@ def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLaye
     layer.to(device)
     layer.set_layer_number(1)
     return RoutedLayer(layer)
-
-
-def chosen(layer: RoutedLayer) -> dict[str, str] | None:
-    """Return what `auto` options became; None for stock."""
-    dispatcher = layer.layer.token_dispatcher
-    found = getattr(dispatcher, "chosen", None)
-    return found and {**found, "capacity_pool": dispatcher.dispatch_config.capacity_pool}

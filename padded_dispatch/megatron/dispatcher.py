@@ -68,6 +68,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     Attributes:
         packed: whether experts are `StackedExperts`.
+        chosen: what the options came to, by name.
         store: where the rows of training passes lie, with those of other layers; None if each pass
             has memory of its own.
         kept_inputs: nodes of Megatron's combined schedule whose inputs must not be freed.
@@ -117,7 +118,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             device=torch.device(device),
         )
         self.chosen = {"experts": "packed" if self.packed else "module"}
-        self.chosen |= {"exchange": self.exchange.kind}
+        self.chosen |= {"exchange": self.exchange.kind, "capacity_pool": chosen.pool}
         rank = self.ep_group.rank()
         self.counters = Counters(self.configs.training, device, rank=rank)
         self.eval_counters = Counters(self.configs.evaluation, device, rank=rank)

@@ -212,11 +212,8 @@ def show(text: str) -> None:
 def _show_choice(chunks: list[Any]) -> None:
     """Show what the options came to in the first MoE layer."""
     for layer in moe_layers(chunks)[:1]:
-        chosen = getattr(layer.token_dispatcher, "chosen", None)
-        if chosen:
-            pool = layer.token_dispatcher.dispatch_config.capacity_pool
-            given = f"experts: {chosen['experts']}, exchange: {chosen['exchange']}"
-            show(f"{given}, capacity_pool: {pool}")
+        if chosen := getattr(layer.token_dispatcher, "chosen", None):
+            show(", ".join(f"{name}: {value}" for name, value in chosen.items()))
 
 
 def _tracer(trainer: Trainer) -> TraceRecorder | None:

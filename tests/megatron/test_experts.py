@@ -367,8 +367,9 @@ def test_what_was_chosen_is_logged_once(caplog, options, line):
     log_once.cache_clear()
     with caplog.at_level(logging.INFO, "padded_dispatch"):
         made = [layer(options) for _ in range(2)]
-    experts = line.removeprefix("experts=").split()[0]
-    assert made[0].token_dispatcher.chosen == {"experts": experts, "exchange": "none"}
+    experts, pool = line.removeprefix("experts=").split()[0], line.rpartition("=")[2]
+    chosen = {"experts": experts, "exchange": "none", "capacity_pool": pool}
+    assert made[0].token_dispatcher.chosen == chosen
     assert caplog.messages == [f"padded dispatch: {line}, exchange=none (one rank)"]
 
 
