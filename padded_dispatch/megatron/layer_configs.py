@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from padded_dispatch.config import FIT, NO_DROP, CapacityPool, DispatchConfig
+from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
 from padded_dispatch.megatron.compat import capturing
 from padded_dispatch.megatron.config import dispatch_config
 from padded_dispatch.megatron.options import PaddedOptions
@@ -25,25 +25,17 @@ class LayerConfigs:
         given_context: whether the layer was last called with an `inference_context`.
         controlled: whether a `Telemetry` reads what this layer drops.
         retried: whether a `Retry` repeats steps in which this layer drops.
+        router: that of the layer, whose mode counts; None before it has one.
 
     Args:
-        config, options, capacity_pool, num_ranks, etp_size: see `dispatch_config`.
+        config, options, sizes: see `dispatch_config`.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        options: PaddedOptions,
-        *,
-        capacity_pool: CapacityPool,
-        num_ranks: int,
-        etp_size: int,
-    ) -> None:
-        sizes = {"capacity_pool": capacity_pool, "num_ranks": num_ranks, "etp_size": etp_size}
+    def __init__(self, config: Any, options: PaddedOptions, **sizes: Any) -> None:
         self._translate = functools.partial(dispatch_config, config, options, **sizes)
         self._options = options
         self.controlled = self.retried = self.given_context = False
-        self._router: Any = None
+        self.router: Any = None
         self.find_factors(None)
 
     def find_factors(self, layer_number: int | None) -> None:
@@ -52,10 +44,6 @@ class LayerConfigs:
         self.training, self.evaluation = translate(), translate(training=False)
         self.generation = dataclasses.replace(self.training, capacity_factor=NO_DROP)
         self._fits = dataclasses.replace(self.training, capacity_factor=FIT)
-
-    def follow(self, router: Any) -> None:
-        """Take the mode from `router` from now on."""
-        self._router = router
 
     @property
     def now(self) -> DispatchConfig:
@@ -75,7 +63,7 @@ class LayerConfigs:
     @property
     def in_training(self) -> bool:
         """True while the layer is in training mode, and before it has a router."""
-        return self._router is None or self._router.training
+        return self.router is None or self.router.training
 
     @property
     def generates(self) -> bool:

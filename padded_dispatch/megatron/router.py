@@ -90,7 +90,7 @@ class SelectAfterCounting(TopKRouter):
         """Set the attributes of this class."""
         self._settings = None
         self.selector = selector
-        selector.configs.follow(self)
+        selector.configs.router = self
         if self.layer_number is not None:
             selector.numbered(number_in_model(self))
 

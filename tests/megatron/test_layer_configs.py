@@ -17,7 +17,7 @@ from tests.support import tiny
 def layer_configs(config: Any, *, training: bool, number: int = 1, **options: Any) -> LayerConfigs:
     given = {"capacity_pool": "store", "num_ranks": 3, "etp_size": 1}
     configs = LayerConfigs(config, PaddedOptions(**options), **given)
-    configs.follow(SimpleNamespace(training=training))
+    configs.router = SimpleNamespace(training=training)
     configs.find_factors(number)
     return configs
 
@@ -32,7 +32,7 @@ def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
         configs = layer_configs(config, training=True, number=number, **options)
         assert configs.now.capacity_factor == factor
         assert (configs.now.num_ranks, configs.now.capacity_pool) == (3, "store")
-        configs.follow(SimpleNamespace(training=False))
+        configs.router = SimpleNamespace(training=False)
         assert configs.now.capacity_factor == evaluation
 
 
