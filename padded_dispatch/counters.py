@@ -293,9 +293,8 @@ def snapshot_of(
     *,
     layers: Sequence[int],
     top_k: int,
-    share_rows_Y: Ints | None = None,
 ) -> Snapshot:
-    """Make a snapshot from rows of `Counters.totals`, summed over ranks, and the largest needs.
+    """Make a snapshot of cells from rows of `Counters.totals`, summed, and the largest needs.
 
     `idle_passes_YR` stands for `idle_passes` among the totals, which does not name the rank.
     """
@@ -309,7 +308,6 @@ def snapshot_of(
     return Snapshot(
         layers_Y=np.array(layers, dtype=np.int64),
         top_k=top_k,
-        share_rows_Y=share_rows_Y,
         demand_YE=totals_YW[:, :num_experts],
         kept_YE=totals_YW[:, num_experts : 2 * num_experts],
         max_need_Y=max_need_Y,

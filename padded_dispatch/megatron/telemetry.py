@@ -16,6 +16,7 @@ Letters: Y layers of the whole model, R ranks of the expert-parallel group, W co
 sums (its totals, then the idle passes of each rank).
 """
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterable
@@ -310,21 +311,14 @@ class Reader:
         self._largest = np.maximum(self._largest, copy.largest.numpy())
 
     def _snapshot(self, phase: int, sums: Ints, largest: Ints) -> Snapshot:
-        num_totals, shares_Y = self.shape.num_totals, None
-        totals_YW = sums[phase, :, :num_totals]
-        if self.shape.shares_per_token:
-            scalars_WY = totals_YW[:, -len(SCALARS) :].T
-            num_positions_Y = scalars_WY[SCALARS.index("num_positions")]
-            num_passes_Y = np.maximum(scalars_WY[SCALARS.index("num_passes")], 1)
-            shares_Y = self._shares_per_token[phase] * num_positions_Y // num_passes_Y
-        return snapshot_of(
-            totals_YW,
-            largest[phase],
-            sums[phase, :, num_totals:],
-            layers=self._layers,
-            top_k=self.shape.top_k,
-            share_rows_Y=shares_Y,
-        )
+        totals_YW, idle_YR = np.split(sums[phase], [self.shape.num_totals], axis=1)
+        names = {"layers": self._layers, "top_k": self.shape.top_k}
+        found = snapshot_of(totals_YW, largest[phase], idle_YR, **names)
+        if not self.shape.shares_per_token:
+            return found
+        rows_Y = self._shares_per_token[phase] * found.num_positions_Y
+        rows_Y //= np.maximum(found.num_passes_Y, 1)
+        return dataclasses.replace(found, share_rows_Y=rows_Y)
 
 
 @dataclass(frozen=True, kw_only=True)
