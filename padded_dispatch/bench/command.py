@@ -4,7 +4,6 @@ import argparse
 import gc
 import itertools
 import math
-import sys
 import time
 from typing import Any
 
@@ -23,7 +22,7 @@ from padded_dispatch.exchange.symmetric_memory import allocated_gib
 from padded_dispatch.megatron import install
 from padded_dispatch.megatron.world import world
 from padded_dispatch.utils.flags import errors_name_flags
-from padded_dispatch.utils.launch import start_workers
+from padded_dispatch.utils.launch import show, start_workers
 from padded_dispatch.utils.results import about, append_run, require_results
 
 _SHOWN_KERNELS = 24
@@ -124,18 +123,14 @@ def work(settings: argparse.Namespace) -> bool:
             parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
             for case in cases:
                 rows.append(measure(case, settings, device))
-                if dist.get_rank() != 0:
-                    continue
-                if settings.out is not None:
+                if settings.out is not None and dist.get_rank() == 0:
                     append_run(settings.out, run, rows[-1:])
-                sys.stdout.write(line(rows[-1]) + "\n")
-                sys.stdout.flush()
+                show(line(rows[-1]))
             parallel_state.destroy_model_parallel()
-        if dist.get_rank() == 0:
-            sys.stdout.write(f"\n{table(rows)}\n")
-            if settings.readme:
-                found = readme_table(rows) or "A contender failed: no table."
-                sys.stdout.write(f"{found}\n\n{differences(run)}\n")
+        show(f"\n{table(rows)}")
+        if settings.readme:
+            found = readme_table(rows) or "A contender failed: no table."
+            show(f"{found}\n\n{differences(run)}")
     return all(row["error"] is None for row in rows)
 
 

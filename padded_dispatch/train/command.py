@@ -13,13 +13,13 @@ import contextlib
 import gc
 import itertools
 import multiprocessing
-import os
 import sys
 from typing import Any
 
 from padded_dispatch.config import require
 from padded_dispatch.train.arguments import padded_flags, parse, read_compare, resolve
 from padded_dispatch.train.settings import Settings
+from padded_dispatch.utils import launch
 
 
 def train(argv: list[str]) -> int:
@@ -35,7 +35,7 @@ def train(argv: list[str]) -> int:
     if last is None:
         return 0
     verb = "fell" if last < first else "did not fall: it went"
-    _show(f"loss {verb} from {first:.2f} to {last:.2f}")
+    launch.show(f"loss {verb} from {first:.2f} to {last:.2f}")
     return 0 if last < first else 1
 
 
@@ -69,17 +69,15 @@ def _start(runs: list[Settings], titles: list[str]) -> Any:
     Raises:
         SystemExit: see `start_workers`. After a run that failed, those that are left have run.
     """
-    from padded_dispatch.utils.launch import start_workers
-
     for settings in runs:
         _check(settings)
     num_workers, outcome, failed = runs[0].layout.workers, None, []
     ended = multiprocessing.get_context("spawn").RawValue("i", 0)  # runs, written by rank 0
     left = runs, titles
     while left[0]:
-        _show(f"starting {num_workers} processes: 10 to 30 seconds")
+        launch.show(f"starting {num_workers} processes: 10 to 30 seconds")
         try:
-            outcome = start_workers(work, (*left, ended), num_workers=num_workers)
+            outcome = launch.start_workers(work, (*left, ended), num_workers=num_workers)
             break
         except SystemExit as end:
             if end.code != 1:  # a signal
@@ -110,7 +108,7 @@ def work(runs: list[Settings], titles: list[str], ended: Any) -> Any:
         for layout, same in itertools.groupby(runs, key=lambda settings: settings.layout):
             with loop.model_parallel(layout):
                 for settings in same:
-                    loop.show(next(left))
+                    launch.show(next(left))
                     outcome = loop.train(settings, device)
                     ended.value += dist.get_rank() == 0
                     gc.collect()  # DDP's hooks and the model reference each other.
@@ -148,10 +146,3 @@ def _header(settings: Settings) -> str:
         + f"; {layout.workers} processes ({layout.device})"
         + "".join(f", {n.upper()} {getattr(layout, n)}" for n in sizes if getattr(layout, n) > 1)
     )
-
-
-def _show(text: str) -> None:
-    """Print a line, on rank 0 only under torchrun."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()

@@ -8,7 +8,6 @@ trace (`--trace`) holds the routers' choices, one file per rank, for `padded-dis
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +45,7 @@ from padded_dispatch.train.model import (
     transformer_config,
 )
 from padded_dispatch.train.settings import Layout, Settings
+from padded_dispatch.utils.launch import show
 
 _EVALUATION_PASSES = 32
 _TELEMETRY_EVERY = 10  # steps between two checks of drops, at least
@@ -200,13 +200,6 @@ def _run(trainer: Trainer, meter: Meter) -> Outcome:
     if telemetry:
         telemetry.read()
     return Outcome(rows=rows, evaluations=evaluations)
-
-
-def show(text: str) -> None:
-    """Print a line on rank 0."""
-    if dist.get_rank() == 0:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
 
 
 def _show_choice(chunks: list[Any]) -> None:

@@ -77,6 +77,13 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
                 signal.signal(number, handler)
 
 
+def show(text: str) -> None:
+    """Print a line, on rank 0 only, where workers exist."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+
 def torchrun_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
     """Return the environment variables that torchrun would set for a worker on this machine.
 
