@@ -31,13 +31,6 @@ from padded_dispatch.megatron.router import select_after_counting
 from padded_dispatch.utils.patches import Patches
 
 
-def _in_bf16() -> Any:
-    """Return a context in which weights are made in bf16, with `fp8_param_gather`, too."""
-    from transformer_engine.pytorch import fp8_model_init
-
-    return fp8_model_init(enabled=False)
-
-
 def build(
     init: Callable[..., None],
     layer: Any,
@@ -60,9 +53,12 @@ def build(
     check_config(config)
     guard.install(config)
     pg_collection = pg_collection or get_default_pg_collection()
-    packed = chosen_experts(config).packed
-    quantized = packed and config.fp8 and config.fp8_param
-    with Patches() as patches, _in_bf16() if quantized else nullcontext():
+    packed, in_bf16 = chosen_experts(config).packed, nullcontext()
+    if packed and config.fp8 and config.fp8_param:  # Our weights are made in bf16 all the same.
+        from transformer_engine.pytorch import fp8_model_init
+
+        in_bf16 = fp8_model_init(enabled=False)
+    with Patches() as patches, in_bf16:
         patches.set(config, "moe_token_dispatcher_type", "allgather")
         # Its experts take counts on the device; dense layers may use it. Some versions lack it.
         patches.set(config, "use_transformer_engine_op_fuser", False)
