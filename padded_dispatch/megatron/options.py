@@ -15,11 +15,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from padded_dispatch.config import FIT, NO_DROP, CapacityFactor, is_positive, require
+from padded_dispatch.config import (
+    FIT,
+    NO_DROP,
+    CapacityFactor,
+    ExchangeKind,
+    is_positive,
+    require,
+)
 
 CapacityPool = Literal["auto", "store", "expert"]
 Experts = Literal["auto", "module", "packed"]
-ExchangeKind = Literal["auto", "alltoall", "direct"]
 OnOverflow = Literal["warn", "error", "retry"]
 
 _NO_DROP_TEXT = "no-drop"
@@ -282,9 +288,8 @@ def add_arguments(
 
 def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
     """Return the options that `add_arguments`' flags were set to."""
-    names = [option.name for option in dataclasses.fields(PaddedOptions)]
-    given = {name: f"padded_{name}" for name in names if hasattr(arguments, f"padded_{name}")}
-    return PaddedOptions(**{name: getattr(arguments, flag) for name, flag in given.items()})
+    given, names = vars(arguments), [option.name for option in dataclasses.fields(PaddedOptions)]
+    return PaddedOptions(**{n: given[f"padded_{n}"] for n in names if f"padded_{n}" in given})
 
 
 def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
