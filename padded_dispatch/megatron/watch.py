@@ -46,7 +46,7 @@ class Watch:
         """Return whether a layer may join: of the same config and groups, in the first step."""
         first, ep_group = self.layers[0], layer.token_dispatcher.ep_group
         same = layer.config is first.config and ep_group is first.token_dispatcher.ep_group
-        return same and self._reader is None and self.steps == 0
+        return same and self.steps == 0
 
     def see_pass(self, hidden_states: Any) -> None:
         """Count a pass of the first layer; Megatron may announce one twice, with one input."""
