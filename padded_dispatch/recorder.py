@@ -28,7 +28,7 @@ from torch import Tensor
 from padded_dispatch.config import CapacityPool, Policy, require
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import Selection
-from padded_dispatch.trace import HEADER_BYTES, Trace, append, record_bytes
+from padded_dispatch.trace import HEADER_BYTES, SETTINGS, Trace, append, record_bytes
 
 
 class RoutingBuffer:
@@ -165,17 +165,13 @@ class TraceRecorder:
         num_records, _, top_k = ids_NTK.shape
         layers = np.repeat(np.array([*self._buffers], np.int32), num_records // len(self._buffers))
         step = Trace(
-            num_experts=self._recording.num_experts,
+            **{name: getattr(self._recording, name) for name in SETTINGS},
             top_k=top_k,
-            num_ranks=self._recording.num_ranks,
             steps=np.full(num_records, self._pending, np.int64),
             layers=layers,
             ranks=np.full(num_records, self._recording.rank, np.int32),
             ids_NTK=ids_NTK,
             probs_NTK=probs_NTK,
-            capacity_pool=self._recording.capacity_pool,
-            etp_size=self._recording.etp_size,
-            strikes=self._recording.strikes,
         )
         append(step, self._file)
         self._pending = None

@@ -5,7 +5,7 @@ with several micro-batches has several records of a (layer, rank), in their orde
 ids are in ascending order, then -1.
 
 A file is a sequence of NumPy arrays, one for each recorded step, each written by `np.save`. An
-array's elements are records of fixed size: `step layer rank`, `_SETTINGS`, `probs ids`.
+array's elements are records of fixed size: `step layer rank`, `SETTINGS`, `probs ids`.
 Reading unpickles nothing. A last array that a killed process left incomplete is skipped.
 
 A recording is several files, `rank-RANK-step-STEP.npy`, where STEP steps were done before. A
@@ -34,7 +34,7 @@ from padded_dispatch.config import CapacityPool, Policy, require
 MAX_EXPERTS = 2**15 - 1  # ids are int16
 HEADER_BYTES = 512  # of a step in a file, at most
 # What a file says of the run, in each record, by the names that `Trace` has.
-_SETTINGS = ("num_experts", "num_ranks", "capacity_pool", "etp_size", "strikes")
+SETTINGS = ("num_experts", "num_ranks", "capacity_pool", "etp_size", "strikes")
 _NUMBERED = {  # Settings that a file has as a number: their place here.
     "capacity_pool": (None, "expert", "store"),
     "strikes": (None, "probs", "position"),
@@ -141,7 +141,7 @@ def merge(traces: Sequence[Trace], names: Sequence[object] | None = None) -> Tra
     names = [f"part {i}" for i in range(len(traces))] if names is None else names
     first = traces[0]
     for part, name in zip(traces, names, strict=True):
-        for field in ("top_k", "num_tokens", *_SETTINGS):
+        for field in ("top_k", "num_tokens", *SETTINGS):
             value, expected = getattr(part, field), getattr(first, field)
             rule = f"be {expected}, as in {names[0]}"
             require(value == expected, f"{name}: {field}", value, rule)
@@ -250,7 +250,7 @@ def append(part: Trace, file: BinaryIO) -> None:
     """Append records to a file that was opened for binary writing; others can read them at once."""
     records = np.empty(part.num_records, _record_dtype(part.num_tokens, part.top_k))
     records["step"], records["layer"], records["rank"] = part.steps, part.layers, part.ranks
-    for name in _SETTINGS:
+    for name in SETTINGS:
         value = getattr(part, name)
         records[name] = _NUMBERED[name].index(value) if name in _NUMBERED else value
     records["probs"], records["ids"] = part.probs_NTK, part.ids_NTK
@@ -264,7 +264,7 @@ _MAGIC = npy.magic(1, 0)
 
 def _record_dtype(num_tokens: int, top_k: int) -> np.dtype:
     choices = num_tokens, top_k
-    fields = [(name, "<i4") for name in ("layer", "rank", *_SETTINGS)]
+    fields = [(name, "<i4") for name in ("layer", "rank", *SETTINGS)]
     return np.dtype([("step", "<i8"), *fields, ("probs", "<f4", choices), ("ids", "<i2", choices)])
 
 
@@ -299,17 +299,17 @@ def _trace(arrays: Sequence[NDArray[np.void]]) -> Trace:
     def joined(field: str) -> NDArray:
         return np.concatenate([array[field] for array in arrays])
 
-    settings = np.stack([joined(name) for name in _SETTINGS], axis=1)
+    settings = np.stack([joined(name) for name in SETTINGS], axis=1)
     differs = (settings != settings[0]).any(1)
     n = int(differs.argmax())
     require(
         not differs.any(),
-        f"record {n}: ({', '.join(_SETTINGS)})",
+        f"record {n}: ({', '.join(SETTINGS)})",
         settings[n].tolist(),
         f"be {settings[0].tolist()}, as in the first record",
         "record every configuration into its own file",
     )
-    of_run: dict[str, Any] = dict(zip(_SETTINGS, settings[0].tolist(), strict=True))
+    of_run: dict[str, Any] = dict(zip(SETTINGS, settings[0].tolist(), strict=True))
     for name, known in _NUMBERED.items():
         number = of_run[name]
         require(0 <= number < len(known), f"record 0: {name}", number, f"be below {len(known)}")
