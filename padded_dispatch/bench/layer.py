@@ -32,11 +32,7 @@ OPTIONS: dict[Variant, PaddedOptions] = {
 
 
 class RoutedLayer(nn.Module):
-    """A MoE layer that takes its routing as an argument.
-
-    Args:
-        layer: a Megatron MoELayer.
-    """
+    """A MoELayer of Megatron's that takes its routing as an argument."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -79,12 +75,7 @@ def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLaye
     """Build the layer of `case`: bf16 with TEGroupedMLP on GPUs, fp32 with SequentialMLP on CPUs.
 
     Megatron's groups must exist and `padded_alltoall` must be installed. Weights are the same on
-    every call.
-
-    Args:
-        case: what to build.
-        flags: from `stock_flags`.
-        device: of this rank.
+    every call. `flags`: from `stock_flags`.
     """
     on_gpu = device.type == "cuda"
     shape = case.shape

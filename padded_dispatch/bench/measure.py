@@ -75,13 +75,7 @@ def batches(case: Case, *, seed: int, dtype: torch.dtype, device: torch.device) 
     """Return the batches that iterations take in turn; do not write to them.
 
     Consecutive cases that differ only in factor or contender share one list: drawing 16,384 tokens
-    takes longer than measuring them.
-
-    Args:
-        case: model, tokens, skew and ep count.
-        seed: a different number on each rank.
-        dtype: of the tokens.
-        device: of the batches.
+    takes longer than measuring them. `seed`: a different number on each rank.
     """
     return _drawn(case.shape, case.tokens, case.skew, case.num_idle, seed, dtype, device)
 
@@ -153,11 +147,7 @@ class Passes:
             self._fn = torch.cuda.make_graphed_callables(layer, inputs, num_warmup_iters=3)
 
     def run(self, number: int) -> Tensor:
-        """Run one forward and backward pass of batch `number`, counted cyclically.
-
-        Returns:
-            The layer's output [T, 1, D].
-        """
+        """Run a pass of batch `number`, counted cyclically; return the output, [T, 1, D]."""
         batch = self._batches[number % len(self._batches)]
         with torch.no_grad():
             self._tokens.copy_(batch.tokens)

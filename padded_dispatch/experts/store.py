@@ -200,8 +200,7 @@ class Store:
     def add(self, config: Callable[[], DispatchConfig]) -> int:
         """Add a call that keeps rows, and return its number.
 
-        Args:
-            config: returns the config of the call's passes, in training.
+        `config` returns the config of the call's passes, in training.
         """
         self._configs.append(config)
         return len(self._configs) - 1

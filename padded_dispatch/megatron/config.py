@@ -72,9 +72,6 @@ def check_config(config: Any) -> None:
 
     Options and sizes are checked as well, as far as the config alone shows them.
 
-    Args:
-        config: a TransformerConfig of any supported version.
-
     Raises:
         ValueError: one line per refused setting: field, value, reason, remedy; or see
             `dispatch_config` and `padded_options`.
@@ -242,8 +239,7 @@ def is_ours(config: Any) -> bool:
 def check_experts(experts: Any) -> None:
     """Raise for experts that were not written for padded rows, with a count on the host.
 
-    Args:
-        experts: the module that a MoE layer built. TEGroupedMLP, SequentialMLP and subclasses pass.
+    TEGroupedMLP, SequentialMLP and subclasses pass.
 
     Raises:
         ValueError: names the class and the remedy.

@@ -256,10 +256,7 @@ def add_arguments(
 ) -> None:
     """Add one flag per option, `--padded-...`, to `parser`.
 
-    Args:
-        parser: the parser.
-        bare: options that have a flag by their name as well.
-        without: options that get no flag.
+    Options in `bare` have a flag by their name as well, those in `without` none.
     """
     group = parser.add_argument_group("padded dispatch")
     for option in dataclasses.fields(PaddedOptions):

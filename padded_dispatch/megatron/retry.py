@@ -152,11 +152,7 @@ class Retry:
 
 @contextmanager
 def dropping_nothing(layers: list[Any]) -> Iterator[None]:
-    """Let passes of padded layers, in either mode, fit their routing inside the block.
-
-    Args:
-        layers: MoE layers with the padded dispatcher.
-    """
+    """Let passes of padded MoE layers, in either mode, fit their routing inside the block."""
     with Patches() as patches:
         for configs in (layer.token_dispatcher.configs for layer in layers):
             for name in ("training", "evaluation"):
@@ -167,9 +163,6 @@ def dropping_nothing(layers: list[Any]) -> Iterator[None]:
 
 def check_retry(chunks: list[Any]) -> None:
     """Raise if steps of a model cannot be repeated.
-
-    Args:
-        chunks: the model's chunks on this rank.
 
     Raises:
         ValueError: names the setting, its value and what to change.
@@ -257,9 +250,6 @@ def without_graphs(chunks: list[Any]) -> Iterator[None]:
     Each of Megatron's two ways has one place that decides, and both are set on the layer:
     `transformer_engine` replays the graphs in `layer.cuda_graphs`, `local` asks
     `layer._should_call_local_cudagraph`.
-
-    Args:
-        chunks: the model's chunks on this rank.
     """
     with Patches() as patches:
         for chunk in chunks:

@@ -46,9 +46,7 @@ _REMEDY = (
 def note_mask(layer: Any, mask_BS: Tensor | None) -> None:
     """Make the mask that a layer's next capture reads; call it in each eager training pass.
 
-    Args:
-        layer: a transformer layer.
-        mask_BS: the pass's mask, True for padding tokens; None changes nothing.
+    `mask_BS`: the pass's mask, True for padding tokens; None changes nothing.
     """
     if mask_BS is None or not _captures(layer.config):
         return
@@ -121,10 +119,6 @@ def check_packed(layer: Any, packed_seq_params: Any) -> None:
     With `tokens_per_sample` (0.19 and later) Megatron rearranges flattened samples for the MoE
     part, [B * S, 1, D] to [S, B, D], which it leaves out in a capture.
 
-    Args:
-        layer: a transformer layer.
-        packed_seq_params: Megatron's PackedSeqParams, or None.
-
     Raises:
         ValueError: if the config captures attention; or if it captures the routing, and a
             microbatch has several flattened samples.
@@ -155,11 +149,8 @@ def adapted(guarded: Callable[..., Any], build: Callable[..., None]) -> Callable
     """Wrap `TransformerLayerSchedulePlan._build_callable_nodes` to adapt padded layers.
 
     While the piece with the router of a padded layer runs, `MoELayer.route` has the mask of the
-    model's chunk, and so has the replay of a layer whose router is in a CUDA graph.
-
-    Args:
-        guarded: calls a replay; gets the layer, the replay and its arguments.
-        build: the method.
+    model's chunk, and so has the replay of a layer whose router is in a CUDA graph. `guarded` calls
+    a replay; it gets the layer, the replay and its arguments.
     """
 
     @functools.wraps(build)

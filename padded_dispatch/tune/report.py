@@ -59,12 +59,9 @@ def pool_table(study: Study) -> Table:
 
 
 def factor_table(study: Study, options: Sequence[Option], *, brief: bool) -> Table:
-    """Return the rows without room and the cost of some factors.
+    """Return the rows without room and the cost of some factors, a row for each of `options`.
 
-    Args:
-        study: what the options are of.
-        options: rows of the table.
-        brief: only the columns that a terminal has room for.
+    `brief`: only the columns that a terminal has room for.
     """
     columns = {
         "factor": [f"{option.factor:g}" for option in options],
@@ -106,12 +103,7 @@ def layer_table(study: Study) -> Table:
 
 
 def summary(study: Study, report: Path) -> str:
-    """Return the text for the terminal, at most 80 columns wide.
-
-    Args:
-        study: its content.
-        report: the path of the page.
-    """
+    """Return the text for the terminal, at most 80 columns wide; `report`: path of the page."""
     shown = {study.chosen.overall.factor}
     for share in _SHARES:
         shown.update([option.factor for option in study.options if option.dropped <= share][:1])
@@ -182,12 +174,7 @@ def _filled(text: str) -> str:
 
 
 def html(study: Study, svgs: dict[str, str]) -> str:
-    """Return the page.
-
-    Args:
-        study: its content.
-        svgs: figures as `<svg>` elements, by the names of `plots.figures`; may be empty.
-    """
+    """Return the page; `svgs`: `<svg>` elements, by the names of `plots.figures`, or none."""
     title = escape(f"Capacity for {study.name}")
     figures = [
         f"<figure>\n{svg}\n<figcaption>{_CAPTIONS[name]}</figcaption>\n</figure>"

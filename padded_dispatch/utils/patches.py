@@ -29,13 +29,10 @@ class Patches:
         self._saved: list[_Patch] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace `owner.name` by `value`.
+        """Replace `owner.name` by `value`; the owner is a module, class or instance.
 
-        Args:
-            owner: a module, class or instance. An attribute that it inherits or lacks is deleted
-                from it by `undo`, so that the inherited one shows again.
-            name: the attribute's name.
-            value: the new value.
+        An attribute that it inherits or lacks is deleted from it by `undo`, so that the inherited
+        one shows again.
         """
         before = _own(owner, name)
         setattr(owner, name, value)

@@ -106,11 +106,9 @@ def padded_layers(chunks: list[Any]) -> list[Any]:
 
 
 def release_stores(layers: list[Any], *, captured: bool) -> None:
-    """Free rows of stores that eager passes, or graphs that are deleted, have left.
+    """Free rows of stores that eager passes have left, or, if `captured`, graphs that are deleted.
 
-    Args:
-        layers: see `padded_layers`.
-        captured: whether those of graphs.
+    `layers`: the result of `padded_layers`.
     """
     stores = {id(store): store for layer in layers if (store := layer.mlp.token_dispatcher.store)}
     for store in stores.values():
