@@ -15,7 +15,6 @@ Replaying a CUDA graph runs no Python, and its shapes cannot change. Inside a ca
 no eager call has compared before raise.
 """
 
-import functools
 import json
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -150,26 +149,18 @@ def agree_on_shapes(
     Raises as `Agreement.check` does, on all ranks.
     """
     num_tokens, hidden_size = tokens_TD.shape
+    sized = num_tokens and not config.fits
     agreement.check(
         # Without gradients on one rank alone, backward would wait for it.
         (*vars(config).items(), *rules, ("gradients are enabled", torch.is_grad_enabled())),
         D=hidden_size,
         dtype=tokens_TD.dtype,
-        **sizes_of(config, num_tokens, any_tokens),
+        T="any but 0" if any_tokens and num_tokens else num_tokens,
+        C=config.capacity(num_tokens) if sized else 0,
+        rows=config.rows(num_tokens) if sized else 0,
         **shapes,
     )
     require_tokens(num_tokens)
-
-
-@functools.cache
-def sizes_of(config: DispatchConfig, num_tokens: int, any_tokens: bool) -> dict[str, object]:
-    """Return the sizes of a pass that `agree_on_shapes` compares."""
-    sized = num_tokens and not config.fits
-    return {
-        "T": "any but 0" if any_tokens and num_tokens else num_tokens,
-        "C": config.capacity(num_tokens) if sized else 0,
-        "rows": config.rows(num_tokens) if sized else 0,
-    }
 
 
 def _text(values: Values) -> bytes:
