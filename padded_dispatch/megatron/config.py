@@ -86,7 +86,6 @@ def check_config(config: Any) -> None:
         for training in (True, False):
             dispatch_config(
                 config,
-                options,
                 num_ranks=_read(config, "expert_model_parallel_size") or 1,
                 etp_size=_read(config, "expert_tensor_parallel_size") or 1,
                 training=training,
@@ -257,7 +256,6 @@ def check_experts(experts: Any) -> None:
 
 def dispatch_config(
     config: Any,
-    options: PaddedOptions,
     *,
     num_ranks: int,
     etp_size: int,
@@ -265,11 +263,10 @@ def dispatch_config(
     layer_number: int | None = None,
     training: bool = True,
 ) -> DispatchConfig:
-    """Return the settings that decide our shapes, read from Megatron's config and our options.
+    """Return the settings that decide our shapes, read from Megatron's config and its options.
 
     Args:
         config: a TransformerConfig that `check_config` has passed.
-        options: options of the padded dispatcher.
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert.
         capacity_pool: see `chosen_experts`, which knows what the options mean by "auto".
@@ -283,7 +280,7 @@ def dispatch_config(
         return DispatchConfig(
             num_experts=config.num_moe_experts,
             top_k=config.moe_router_topk,
-            capacity_factor=_factor(config, options, layer_number, training),
+            capacity_factor=_factor(config, layer_number, training),
             alignment=_alignment(config),
             capacity_pool=capacity_pool,
             policy=config.moe_token_drop_policy,
@@ -294,14 +291,13 @@ def dispatch_config(
         raise ValueError(_MEGATRONS.sub(lambda name: _NAMES[name[0]], str(error))) from None
 
 
-def _factor(
-    config: Any, options: PaddedOptions, layer_number: int | None, training: bool
-) -> CapacityFactor:
+def _factor(config: Any, layer_number: int | None, training: bool) -> CapacityFactor:
     """Return the capacity factor of a layer.
 
     Without `eval_factor` evaluation fits, but where one graph of a full iteration captures it, too.
     Graphs of layers are replayed in training only (`guard` sees to it for `local` ones).
     """
+    options = padded_options(config)
     if not training and options.eval_factor is not None:
         return options.eval_factor
     if not training and not captures_iteration(config):

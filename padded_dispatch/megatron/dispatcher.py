@@ -98,13 +98,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._options = padded_options(config)
         self._pipeline = getattr(pg_collection, "pp", None)
         chosen = chosen_experts(config)
-        self.configs = LayerConfigs(
-            config,
-            self._options,
-            capacity_pool=chosen.pool,
-            num_ranks=self.ep_size,
-            etp_size=self.tp_size,
-        )
+        sizes = {"num_ranks": self.ep_size, "etp_size": self.tp_size}
+        self.configs = LayerConfigs(config, capacity_pool=chosen.pool, **sizes)
         self.agreement = Agreement(self.ep_group, self.tp_group)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         kind = self._options.exchange

@@ -8,8 +8,7 @@ import torch
 
 from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
 from padded_dispatch.megatron.compat import capturing
-from padded_dispatch.megatron.config import dispatch_config
-from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.megatron.config import dispatch_config, padded_options
 
 
 class LayerConfigs:
@@ -28,12 +27,12 @@ class LayerConfigs:
         router: that of the layer, whose mode counts; None before it has one.
 
     Args:
-        config, options, sizes: see `dispatch_config`.
+        config, sizes: see `dispatch_config`.
     """
 
-    def __init__(self, config: Any, options: PaddedOptions, **sizes: Any) -> None:
-        self._translate = functools.partial(dispatch_config, config, options, **sizes)
-        self._options = options
+    def __init__(self, config: Any, **sizes: Any) -> None:
+        self._translate = functools.partial(dispatch_config, config, **sizes)
+        self._options = padded_options(config)
         self.controlled = self.retried = self.given_context = False
         self.router: Any = None
         self.find_factors(None)

@@ -153,7 +153,7 @@ def test_what_is_set_for_another_dispatcher_is_logged_once_and_reset(row, caplog
 def test_every_setting_of_a_megatron_user_is_translated():
     config = megatron_config(moe_expert_capacity_factor=1.5, moe_token_drop_policy="position")
     sizes = {"capacity_pool": "store", "num_ranks": 3, "etp_size": 2}
-    assert dispatch_config(config, PaddedOptions(), **sizes) == DispatchConfig(
+    assert dispatch_config(config, **sizes) == DispatchConfig(
         num_experts=6,
         top_k=2,
         capacity_factor=1.5,
@@ -167,7 +167,7 @@ def test_every_setting_of_a_megatron_user_is_translated():
 @pytest.mark.parametrize("factor", [None, -1.0])
 def test_no_factor_and_a_negative_one_drop_nothing(factor):
     config = megatron_config(moe_expert_capacity_factor=factor)
-    translated = dispatch_config(config, PaddedOptions(), num_ranks=1, etp_size=1)
+    translated = dispatch_config(config, num_ranks=1, etp_size=1)
     assert translated.capacity_factor == NO_DROP
     assert translated.capacity(37) == 37
 
@@ -202,7 +202,7 @@ def test_no_factor_and_a_negative_one_drop_nothing(factor):
 )
 def test_alignment_follows_the_recipe(settings, rows):
     config = megatron_config(**settings)
-    translated = dispatch_config(config, PaddedOptions(), num_ranks=1, etp_size=1)
+    translated = dispatch_config(config, num_ranks=1, etp_size=1)
     assert translated.alignment == rows
 
 
@@ -224,8 +224,9 @@ FACTORS = PaddedOptions(layer_factors={2: 3.0, 5: NO_DROP}, eval_factor=4.0)
 )
 def test_factor_by_layer_and_mode(options, layer_number, training, factor):
     config = megatron_config(moe_expert_capacity_factor=1.5)
+    config.padded_dispatch = options
     where = {"num_ranks": 1, "etp_size": 1, "layer_number": layer_number, "training": training}
-    assert dispatch_config(config, options, **where).capacity_factor == factor
+    assert dispatch_config(config, **where).capacity_factor == factor
 
 
 OVERLAPS: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}

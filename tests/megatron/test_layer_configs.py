@@ -16,7 +16,8 @@ from tests.support import tiny
 
 def layer_configs(config: Any, *, training: bool, number: int = 1, **options: Any) -> LayerConfigs:
     given = {"capacity_pool": "store", "num_ranks": 3, "etp_size": 1}
-    configs = LayerConfigs(config, PaddedOptions(**options), **given)
+    config.padded_dispatch = PaddedOptions(**options)
+    configs = LayerConfigs(config, **given)
     configs.router = SimpleNamespace(training=training)
     configs.find_factors(number)
     return configs
