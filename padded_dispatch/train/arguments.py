@@ -10,7 +10,6 @@ import itertools
 import math
 import os
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -36,7 +35,6 @@ from padded_dispatch.utils.flags import Parser, errors_name_flags
 
 _SEPARATOR = "--vs"
 _GROUPS = (Recipe, Dispatch, Layout, Output)
-_METAVARS = {int: "N", Path: "PATH", str: "TEXT"}
 
 
 def read(argv: list[str], command: str = "train") -> argparse.Namespace:
@@ -159,9 +157,9 @@ def _add(group: Any, option: dataclasses.Field[Any], hint: Any) -> None:
         group.add_argument(flag(option.name), choices=get_args(hint), **common)
     else:
         (kind,) = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
-        read = read_factor if option.name == "capacity_factor" else kind
-        metavar = _METAVARS.get(kind, "X")
-        group.add_argument(flag(option.name), type=read, metavar=metavar, **common)
+        if option.name == "capacity_factor":
+            common |= {"type": read_factor, "metavar": "X"}
+        group.add_argument(flag(option.name), **{"type": kind} | common)
 
 
 def read_factor(text: str) -> float | None:

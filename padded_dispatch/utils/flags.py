@@ -25,9 +25,8 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: {' '.join(str(value) for value in values)})"
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        known = {int: "N", float: "X", Path: "PATH", None: "TEXT"}
-        kind = action.type if isinstance(action.type, type) or action.type is None else str
-        return known.get(kind, super()._get_default_metavar_for_optional(action))
+        known: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT", None: "TEXT"}
+        return known.get(action.type, super()._get_default_metavar_for_optional(action))
 
 
 class Parser(argparse.ArgumentParser):
