@@ -136,8 +136,8 @@ class Telemetry:
         self._warnings = Warnings()
         for layer in local.values():
             layer.token_dispatcher.configs.controlled = True
-        self._pending: Copy | None = self._reader.start(step)
-        self._finish()
+        self._reader.finish(self._reader.start(step))
+        self._pending: Copy | None = None
 
     def step(self) -> Snapshots | None:
         """Count one training step, and start or finish a read. Call it after each step.
@@ -145,7 +145,7 @@ class Telemetry:
         Returns:
             Snapshots in the step after the one that started a read; otherwise None.
         """
-        finished = None if self._pending is None else self._finish()
+        finished = self._finish()
         self._step += 1
         if self._step % self._every == 0 or self._step == self._first:
             self._pending = self._reader.start(self._step)
@@ -156,22 +156,21 @@ class Telemetry:
 
         It costs nothing where the host waits for the device anyway.
         """
-        return self._followed(None if self._pending is None else self._finish())
+        return self._followed(self._finish())
 
     def read(self) -> Snapshots:
         """Return snapshots of everything since the last ones, now; waits for the device."""
         if self._pending is not None:
             # The next sums include the pending ones. The largest need was zeroed.
             self._reader.take_largest(self._pending)
-        self._pending = self._reader.start(self._step)
-        snapshots = self._finish()
+            self._pending = None
+        snapshots = self._reader.finish(self._reader.start(self._step))
         self._followed(snapshots)
         return snapshots
 
-    def _finish(self) -> Snapshots:
-        assert self._pending is not None
+    def _finish(self) -> Snapshots | None:
         copy, self._pending = self._pending, None
-        return self._reader.finish(copy)
+        return None if copy is None else self._reader.finish(copy)
 
     def _followed(self, snapshots: Snapshots | None) -> Snapshots | None:
         """Return the snapshots, after `on_overflow` has been followed."""
