@@ -29,26 +29,6 @@ Experts = Literal["auto", "module", "packed"]
 OnOverflow = Literal["warn", "error", "retry"]
 
 _NO_DROP_TEXT = "no-drop"
-_POOL_OF_A_RANK = "set store, in which all experts of a rank, and all layers, share room"
-_RETRY_INSTEAD = "on_overflow='retry' repeats a step that dropped rows"
-
-# Options of earlier versions, and what stands in their place.
-GONE = {
-    **dict.fromkeys(("grow_after", "grow_factors", "remedy", "reroute_rounds"), _RETRY_INSTEAD),
-    "agreement_timeout": "the time limit of the process group holds",
-    "alignment": "the config's fp8 or fp4 recipe decides",
-    "fit_max_factor": "a pass that fits has the sizes that it needs",
-    "link_rows": "a token crosses a link once",
-    "microbatches_in_flight": "it follows from the pipeline schedule",
-    "min_capacity": "as in Megatron's formula, it is 1",
-    "policy": "Megatron's moe_token_drop_policy decides",
-    "ranks_per_host": "between hosts set exchange='alltoall'",
-    "router": "the router's kernel is taken where it has the bits of Megatron's code",
-    "rows_home": "rows go home inside of the product where that is possible",
-    "schedule": "moe_expert_capacity_factor and layer_factors hold for all steps",
-    "seed": "no policy draws",
-    "telemetry_every": "it is --log-interval, and Telemetry(every=...) in a loop of your own",
-}
 
 
 def read_factor(text: str) -> CapacityFactor:
@@ -79,12 +59,6 @@ def read_factor_table(text: str) -> dict[int, CapacityFactor]:
             raise ValueError(f"must be NUMBER:FACTOR,... with each number once, got {text!r}")
         table[number] = read_factor(factor)
     return table
-
-
-def _read_pool(text: str) -> str:
-    if text == "rank":
-        raise ValueError(f"must be auto, store or expert, got 'rank'; {_POOL_OF_A_RANK}")
-    return text
 
 
 def _number(kind: type[int] | type[float], text: str) -> Any:
@@ -122,7 +96,6 @@ class PaddedOptions:
         "which rows share room: store: all rows of a rank's experts, of all layers, for packed "
         "experts; expert: those of one (source rank, expert), a fixed number of slots; auto: store "
         "for packed experts, else expert",
-        read=_read_pool,
         choices=get_args(CapacityPool),
     )
     experts: Experts = _option(
@@ -164,19 +137,11 @@ class PaddedOptions:
         read=_or_none(str),
     )
 
-    def __new__(cls, **given: Any) -> "PaddedOptions":
-        """Refuse an option of an earlier version with what stands in its place."""
-        for name in given.keys() & GONE.keys():
-            raise ValueError(f"{name} is no longer an option: {GONE[name]}")
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
             choices, value = option.metadata.get("choices"), getattr(self, option.name)
             if choices:
-                fix = _POOL_OF_A_RANK if (option.name, value) == ("capacity_pool", "rank") else ""
-                rule = f"be one of {', '.join(choices)}"
-                require(value in choices, option.name, value, rule, fix)
+                require(value in choices, option.name, value, f"be one of {', '.join(choices)}")
         packs = self.experts in ("auto", "packed")
         require(
             packs or self.exchange != "direct",
@@ -244,13 +209,6 @@ def show(default: Any) -> str:
     return "none" if default is None or default == {} else str(default)
 
 
-class _Gone(argparse.Action):
-    """A flag of an earlier version: an error that says what stands in its place."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        parser.error(f"{given[-1]} is no longer an option: {GONE[self.dest]}")
-
-
 def add_arguments(
     parser: argparse.ArgumentParser, *, bare: tuple[str, ...] = (), without: tuple[str, ...] = ()
 ) -> None:
@@ -271,15 +229,6 @@ def add_arguments(
             choices=option.metadata.get("choices"),
             metavar=None if "choices" in option.metadata else option.name.upper(),
             help=f"{option.metadata['help']} (default: {show(default)})",
-        )
-    for name in GONE:
-        group.add_argument(
-            flag_of(name),
-            action=_Gone,
-            nargs="?",
-            dest=name,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
         )
 
 
