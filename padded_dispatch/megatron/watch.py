@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from padded_dispatch.megatron.compat import captures_iteration, capturing
@@ -50,11 +51,14 @@ class Watch:
 
     def see_pass(self, hidden_states: Any) -> None:
         """Count a pass of the first layer; Megatron may announce one twice, with one input."""
-        if self._input() is hidden_states or capturing():
+        config = self.layers[0].config
+        # Others are no part of a step, but for the first pass of recompute.
+        trains = torch.is_grad_enabled() or config.recompute_granularity is not None
+        if self._input() is hidden_states or capturing() or not trains:
             return
         self._input = weakref.ref(hidden_states)
         self._end_step_of_passes()
-        self._left = (self._left or _num_passes(self.layers[0].config)) - 1
+        self._left = (self._left or _num_passes(config)) - 1
         if self._left == 0:
             self._end_behind(hidden_states)
         self.say()

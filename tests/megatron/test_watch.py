@@ -193,6 +193,8 @@ def test_a_layer_by_padded_spec_says_what_it_drops_without_a_patch(caplog):
     with tiny.one_process():
         layer = tiny.padded_layer(moe_expert_capacity_factor=0.5)
         for _ in range(2):
+            with torch.no_grad():  # No part of a step, as for log-probabilities before an update.
+                layer(torch.randn(8, 1, tiny.HIDDEN))
             layer(torch.randn(8, 1, tiny.HIDDEN, requires_grad=True))[0].sum().backward()
         assert not PATCHED._saved
     assert ["found no room at step 1 (" in text for text in said(caplog)] == [True, False]
