@@ -60,6 +60,7 @@ class _Run:
         self._options = padded_options(config)
         self._step = step
         self._telemetry = Telemetry(chunks, every=args.log_interval, step=step)
+        self._num_recorded = get_num_microbatches()
         self._recorder = self._record(config, step)
         if self._recorder is not None:  # Also after an error, and where the process ends.
             weakref.finalize(self, self._recorder.close)
@@ -88,6 +89,9 @@ class _Run:
             # After figures of earlier steps: W&B takes no value of a step before the last one.
             self._write({"moe/retried_steps": self._num_retried}, step)
         if self._recorder is not None:
+            if get_num_microbatches() != self._num_recorded:
+                kept = f"the trace has the last {self._num_recorded} micro-batches of each step"
+                log_once(f"{kept}, as many as its first step had", logging.WARNING)
             self._recorder.step(step)
 
     def before_log(
@@ -145,7 +149,7 @@ class _Run:
         return record_routing(
             self.chunks,
             Path(folder),
-            num_microbatches=get_num_microbatches(),
+            num_microbatches=self._num_recorded,
             num_tokens=args.micro_batch_size * args.seq_length // parts,
             # A hundred steps tell what a thousand do.
             every=max(1, min(10, (args.train_iters - step) // 100)),

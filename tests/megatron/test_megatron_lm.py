@@ -5,12 +5,13 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from padded_dispatch.megatron import PaddedOptions, Retry, install, uninstall
+from padded_dispatch.megatron import PaddedOptions, Retry, install, megatron_lm, uninstall
 from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.stacked_linear import require_own_weights
@@ -318,6 +319,13 @@ def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):
     assert trace.num_records == 7 * CASE.microbatches * 2
     assert trace.ids_NTK.shape[1:] == (CASE.batch * CASE.seq, CASE.top_k)
     assert (trace.num_experts, trace.num_ranks, set(trace.ranks.tolist())) == (4, 1, {0})
+
+
+def test_a_trace_says_once_that_steps_have_got_more_micro_batches(loop, tmp_path, caplog):
+    with patch.object(megatron_lm, "get_num_microbatches", lambda: 1 + len(loop.calls)):
+        train(loop, trace=str(tmp_path))
+    words = "the trace has the last 1 micro-batches of each step, as many as its first step had"
+    assert caplog.messages.count(words) == 1
 
 
 def test_a_run_that_fails_keeps_its_trace(loop, tmp_path):
