@@ -397,6 +397,11 @@ _FIELDS = (
     ConfigField("moe_mlp_glu_interleave_size", "gate and up are not interleaved", _REMEDY, given),
     ConfigField("moe_single_grouped_bias", "biases are read one by one", _REMEDY),
     ConfigField("moe_apply_probs_on_input", "probabilities weigh the activation", _REMEDY),
+    ConfigField(
+        "init_model_with_meta_device",
+        "Megatron-FSDP cannot reset their weights one by one",
+        _REMEDY,
+    ),
     ConfigField("fp16", "they compute in bf16, on CPUs in any other dtype, too", _REMEDY),
     ConfigField("fp4", "they compute in bf16", _REMEDY, given),
     ConfigField("quant_recipe", "they compute in bf16", _REMEDY, given),
