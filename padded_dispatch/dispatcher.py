@@ -89,7 +89,7 @@ class PaddedDispatcher:
             size = given.size() if given is not None else 1
             require(value == size, field, value, f"be {size}, the size of its process group")
         self.store = Store() if store is None else store
-        self._number = self.store.add(lambda: self.config)
+        self._number = self.store.add(partial(getattr, self, "config"))
         self._exchanges: dict[tuple[bool, str], Exchange] = {}
 
     def run(
@@ -117,6 +117,10 @@ class PaddedDispatcher:
             AbsentRanksError: on all ranks that wait, when one does not come.
         """
         _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, packed=True)
+        num_local = self.config.num_local_experts
+        for name in ("fc1_LGD", "fc2_LDF"):
+            found = len(getattr(weights, name))
+            require(found == num_local, f"weights.{name}", found, f"have {num_local} experts")
         call = Call(wire=wire, take_room=self._rooms(len(tokens_TD)))
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
 
@@ -172,6 +176,10 @@ class PaddedDispatcher:
             "use run for a store",
         )
         num_tokens, device = len(tokens_TD), tokens_TD.device
+        shape = num_tokens, config.num_experts
+        for name, given in (("probs_TE", probs_TE), ("map_TE", map_TE)):
+            rule = f"have shape {shape}, tokens by experts"
+            require(given.shape == shape, name, tuple(given.shape), rule)
         key = packed, device.type
         if key not in self._exchanges:
             how = {"packed": packed, "device": device}

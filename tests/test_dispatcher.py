@@ -235,6 +235,24 @@ def test_ranks_that_differ_all_raise(what, words):
     assert all(words in error for error in run_on_threads(2, _differing, what))
 
 
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("probs_TE", r"must have shape \(3, 4\), tokens by experts, got \(2, 4\)"),
+        ("map_TE", r"must have shape \(3, 4\), tokens by experts, got \(3, 5\)"),
+        ("weights.fc2_LDF", "must have 4 experts, got 3"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(what, words):
+    probs_TE = torch.zeros(2 if what == "probs_TE" else 3, 4)
+    map_TE = torch.zeros(3, 5 if what == "map_TE" else 4, dtype=torch.bool)
+    fc2_LDF = torch.zeros(3 if what.startswith("weights") else 4, 3, 1)
+    weights = ExpertWeights(fc1_LGD=torch.zeros(4, 2, 3), fc2_LDF=fc2_LDF)
+    dispatcher = PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2))
+    with pytest.raises(ValueError, match=f"^{what} {words}$"):
+        dispatcher.run(torch.zeros(3, 3), probs_TE, map_TE, weights, Activation())
+
+
 def with_frozen(case: Case, frozen: tuple[str, ...], pool: str) -> dict[str, Tensor | None]:
     """Return the gradients of one layer, of which some leaves are frozen, by their names."""
     model, rank = Model(case, pool), OneRank(case)

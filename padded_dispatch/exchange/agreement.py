@@ -110,14 +110,16 @@ class Agreement:
         """
         assert self._mirror is not None
         call = self._number, self._layer, self._num_calls, num_equal
-        row = torch.tensor([*call, *numbers])
+        row = torch.tensor([*call, *numbers], device="cpu")
         where = f"call {self._num_calls} of {self._caller}"
         rows = self._mirror.gather(row, self._limit_s, where)
         num_equal += len(call)
         if (rows[:, :num_equal] != row[:num_equal]).any():
             text = _text((("caller", self._caller), ("call number", self._num_calls), *values))
-            lengths = self._mirror.gather(torch.tensor([len(text)]), self._limit_s, where)
-            text = torch.tensor(list(text.ljust(int(lengths.max()))), dtype=torch.uint8)
+            length = torch.tensor([len(text)], device="cpu")
+            lengths = self._mirror.gather(length, self._limit_s, where)
+            text = text.ljust(int(lengths.max()))
+            text = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
             texts = self._mirror.gather(text, self._limit_s, where)
             values_of = [dict(json.loads(bytes(text.tolist()))) for text in texts]
             raise ValueError(_differences(self._mirror.ranks, values_of))
@@ -152,7 +154,12 @@ def agree_on_shapes(
     sized = num_tokens and not config.fits
     agreement.check(
         # Without gradients on one rank alone, backward would wait for it.
-        (*vars(config).items(), *rules, ("gradients are enabled", torch.is_grad_enabled())),
+        (
+            *vars(config).items(),
+            *rules,
+            ("gradients are enabled", torch.is_grad_enabled()),
+            ("tokens need gradients", tokens_TD.requires_grad),
+        ),
         D=hidden_size,
         dtype=tokens_TD.dtype,
         T="any but 0" if any_tokens and num_tokens else num_tokens,

@@ -372,7 +372,7 @@ class _Bring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, wire: CollectiveWire, sum_SPD: Tensor):
         ctx.wire, ctx.dtype = wire, sum_SPD.dtype
-        return wire.bring_sums(sum_SPD)
+        return wire.bring_sums(sum_SPD).detach()  # No view, which could not be changed in place.
 
     @staticmethod
     @nvtx_range("exchange backward")

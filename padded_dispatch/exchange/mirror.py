@@ -161,7 +161,7 @@ class Mirror:
         for place, rank in enumerate(self.ranks):
             try:
                 if rank != self._me:
-                    self._gloo.recv([torch.empty(1)], place, _PROBE)
+                    self._gloo.recv([torch.empty(1, device="cpu")], place, _PROBE)
             except RuntimeError:
                 ended.append(rank)
         return ended

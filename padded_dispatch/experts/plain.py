@@ -219,7 +219,7 @@ class _Release(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sum_SPD, room, offsets, before):
         ctx.given = room, offsets, before
-        return sum_SPD
+        return sum_SPD.detach()  # Not what was given, which could not be changed in place.
 
     @staticmethod
     def backward(ctx, grad_SPD):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -25,7 +25,15 @@ from tests.support.pool import WorkerError, WorkerPool
 
 CONFIG = DispatchConfig(num_experts=4, top_k=2, num_ranks=2, capacity_factor=1.0)
 SAME = dict(
-    T=5, D=3, E=4, K=2, dtype=torch.float32, probs_dtype=torch.float32, factor=1.0, policy="probs"
+    T=5,
+    D=3,
+    E=4,
+    K=2,
+    dtype=torch.float32,
+    probs_dtype=torch.float32,
+    factor=1.0,
+    policy="probs",
+    grad=False,
 )
 
 
@@ -42,6 +50,7 @@ def _steps(steps: list[dict[int, dict[str, Any]]]) -> None:
         )
         dispatcher = PaddedDispatcher(config, group=dist.group.WORLD)
         tokens_TD = torch.zeros(values["T"], values["D"], dtype=values["dtype"])
+        tokens_TD.requires_grad_(values["grad"])
         probs_TE = torch.ones(values["T"], values["E"], dtype=values["probs_dtype"])
         dispatcher.dispatch(tokens_TD, probs_TE, probs_TE > 0)
 
@@ -71,6 +80,7 @@ def errors_of(pool: WorkerPool, fn: Any, *args: Any) -> list[str]:
             torch.float64,
             "dtype of probabilities is torch.float32 on rank 0, torch.float64 on rank 1",
         ),
+        (2, "grad", True, "tokens need gradients is False on rank 0, True on rank 1"),
     ],
 )
 def test_one_rank_differs(pool2, step, name, value, words):
@@ -183,7 +193,9 @@ def test_a_rank_that_makes_one_more_call_or_one_less(pool2, rank):
 
 def _largest_on_a_grid() -> list[int]:
     """Ranks 0 and 1, and 0 and 2, share a group: rank 3 is connected by theirs."""
-    agreement, rank = Agreement(*grid()), dist.get_rank()
+    with torch.device("meta"):  # As models are built whose weights come later.
+        agreement, rank = Agreement(*grid()), dist.get_rank()
+        agreement.check(T=5)
     return [agreement.largest(number) for number in (rank, 7 - rank, 5)]
 
 
@@ -260,6 +272,7 @@ def test_all_that_decides_a_result_is_compared():
         "layout": "padded",
         "rule": "7",
         "gradients are enabled": "True",
+        "tokens need gradients": "False",
         "num_experts": "4",
         "top_k": "2",
         "capacity_factor": "1.0",

@@ -142,7 +142,8 @@ def forward(
         wire = exchange.start(plan, hidden_TD, slots)
         prob_TK = choice_probs(model.probs_YTE[number], plan.expert_TK)
         call = Call(wire=wire, take_room=room or partial(model.store.take, [number], case.tokens))
-        hidden_TD = run(hidden_TD, prob_TK, weights, case.activation, call) + hidden_TD
+        out_TD = run(hidden_TD, prob_TK, weights, case.activation, call)
+        hidden_TD = out_TD.add_(hidden_TD)  # It can be changed in place.
     return hidden_TD
 
 
