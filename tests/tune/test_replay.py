@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from padded_dispatch.tune.demand import Demand, demand_of, strike
+from padded_dispatch.tune.recommend import percent, recommend
 from padded_dispatch.tune.replay import POOLS, Replay, grid, replay
 from tests.support import reference
 from tests.support.reference import Store
@@ -134,6 +135,11 @@ def test_a_store_by_hand():
     found = replay(busy, [0.1, 1.0, 1.1], pool="store")
     assert found.room.tolist() == [20, 30, 33]
     assert [kept(found, f) for f in range(3)] == [[[17, 3, 0]], [[17, 13, 0]], [[17, 16, 0]]]
+    # Eight ranks: 960 rows for the first one of each layer, in stores of three layers and of two.
+    uneven = demand([[[[120, *[19] * 7]] * 8] * 5], num_tokens=128, top_k=2)
+    found = replay(uneven, [2.0], pool="store", store_layers=3)
+    others = 7 * 152
+    assert kept(found, 0) == [[960 + others, 576 + others, others, 960 + others, 64 + others]]
 
 
 def test_the_record_of_a_real_router():
@@ -203,6 +209,10 @@ def test_what_collectives_strike(policy):
     assert 0 < cut.sum() < found.asked.sum()
     expected = kept_in_stores(cut[0].tolist(), 0.4, num_tokens=9, top_k=1, num_ranks=4)
     assert kept(found, 0) == [expected]
+    assert found.struck.tolist() == [found.asked.sum() - cut.sum()]
+    share = percent(found.struck[0] / found.asked.sum())
+    words = f"{share} are dropped: collectives have too few slots between ranks."
+    assert words in recommend(found, 0.99).sentence()
     assert replay(demand_of(trace), pool="store", strikes=policy).dropped[-1].sum() == 0
     with pytest.raises(ValueError, match="strikes must be None for counts without a trace, got"):
         replay(demand([[[[1]]]], num_tokens=1, top_k=1), [1.0], pool="store", strikes=policy)
