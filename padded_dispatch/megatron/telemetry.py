@@ -93,7 +93,8 @@ def overflow_words(snapshots: Snapshots, shape: "LayerShape") -> str:
         more = " or more"
     if shape.has_layer_factors:
         more += " without layer_factors"
-    pool = "capacity_pool='store' or " if training.share_rows_Y is None else "or "
+    in_cells = training.share_rows_Y is None
+    pool = "capacity_pool='store' or " if in_cells and shape.packed else "or "
     return (
         f"{shares_Y[worst]:.2%} of the rows of layer {training.layers_Y[worst]} found no room "
         f"{when} ({of_all}); moe_expert_capacity_factor={factor:g}{more} would have held all "
@@ -328,6 +329,7 @@ class LayerShape:
         shares_per_token: rows in balance, for each token, of what shares the layer's room; 0 where
             rows lie in cells. It may differ between layers.
         share_per_token: those of the layer.
+        packed: whether the experts are packed, which could have a store.
     """
 
     top_k: int
@@ -338,6 +340,7 @@ class LayerShape:
     on_overflow: str
     overflow_threshold: float
     has_layer_factors: bool
+    packed: bool
 
     @classmethod
     def of(cls, layer: Any) -> "LayerShape":
@@ -353,6 +356,7 @@ class LayerShape:
             on_overflow=options.on_overflow,
             overflow_threshold=options.overflow_threshold,
             has_layer_factors=bool(options.layer_factors),
+            packed=dispatcher.packed,
         )
 
 

@@ -117,8 +117,8 @@ def test_drops_are_said_in_words_and_more_and_more_rarely(caplog):
     # The 13 tokens want 2 of 4 experts; at factor 0.5 an expert has 4 slots, and needs 13.
     assert caplog.messages == [
         f"69.23% of the rows of layer 2 found no room at step 1 ({of_all:.2%} of all rows); "
-        "moe_expert_capacity_factor=2 would have held all layers: set it, "
-        "capacity_pool='store' or on_overflow='retry' (warning 1)"
+        "moe_expert_capacity_factor=2 would have held all layers: set it, or on_overflow='retry' "
+        "(warning 1)"
     ]
     for _ in range(16):
         passes(chunk)
