@@ -28,6 +28,7 @@ def test_runs_are_added(tmp_path):
     ("text", "message"),
     [
         ('{"a": 1}', r"it has no list of runs\); name another file"),
+        ('{"runs": [{"rows": []}]}', r"it has no list of runs\); name another file"),
         ("[]", r"it has no list of runs\); name another file"),
         ('{"runs": [', r"it is not JSON\); name another file"),
         (None, r".*Is a directory.*\); name another file"),
