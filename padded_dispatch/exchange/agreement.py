@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, require_tokens
-from padded_dispatch.exchange.mirror import mirror_of, time_limit
+from padded_dispatch.exchange.mirror import mirror_of
 from padded_dispatch.utils.phases import is_capturing
 
 # Named values. Ranks agree if the text of each value is the same.
@@ -43,8 +43,7 @@ class Agreement:
 
     def __init__(self, *groups: dist.ProcessGroup | None) -> None:
         wide = [group for group in groups if group is not None and group.size() > 1]
-        self._limit_s = max(map(time_limit, wide), default=0.0)
-        self._mirror = mirror_of(wide, self._limit_s) if wide else None
+        self._mirror = mirror_of(wide) if wide else None
         self._number = 1
         if self._mirror is not None:
             self._mirror.num_agreements += 1
@@ -112,15 +111,14 @@ class Agreement:
         call = self._number, self._layer, self._num_calls, num_equal
         row = torch.tensor([*call, *numbers], device="cpu")
         where = f"call {self._num_calls} of {self._caller}"
-        rows = self._mirror.gather(row, self._limit_s, where)
+        rows = self._mirror.gather(row, where)
         num_equal += len(call)
         if (rows[:, :num_equal] != row[:num_equal]).any():
             text = _text((("caller", self._caller), ("call number", self._num_calls), *values))
-            length = torch.tensor([len(text)], device="cpu")
-            lengths = self._mirror.gather(length, self._limit_s, where)
+            lengths = self._mirror.gather(torch.tensor([len(text)], device="cpu"), where)
             text = text.ljust(int(lengths.max()))
             text = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
-            texts = self._mirror.gather(text, self._limit_s, where)
+            texts = self._mirror.gather(text, where)
             values_of = [dict(json.loads(bytes(text.tolist()))) for text in texts]
             raise ValueError(_differences(self._mirror.ranks, values_of))
         return rows

@@ -63,12 +63,13 @@ class Mirror:
         limit_s: seconds that a rank may come later than another. Then `AbsentRanksError` names it.
 
     Attributes:
+        limit_s: as given.
         ranks: the ranks, by their number in the job, ascending.
         num_agreements: how many agreements use this mirror.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], limit_s: float) -> None:
-        self.num_agreements = 0
+        self.limit_s, self.num_agreements = limit_s, 0
         self._failure = ""
         self._last = "none"
         self._me = dist.get_rank()
@@ -89,12 +90,11 @@ class Mirror:
             ) from None
         self._gloo: Any = gloo
 
-    def gather(self, row: Tensor, limit_s: float, where: str) -> Tensor:
+    def gather(self, row: Tensor, where: str) -> Tensor:
         """Return the row of each rank, in the order of `ranks`.
 
         Args:
             row: on the host, of the same shape on all ranks.
-            limit_s: seconds to wait for the last rank.
             where: description of the call, for errors.
 
         Raises:
@@ -102,7 +102,7 @@ class Mirror:
                 late; and in each later call.
         """
         if not self._failure:
-            rows, problem = self._attempt(row, limit_s)
+            rows, problem = self._attempt(row)
             if not problem:
                 self._last = where
                 return rows
@@ -113,14 +113,14 @@ class Mirror:
             self._failure = self._failure or self._words(where, problem, _NO_STORE)
         raise AbsentRanksError(self._failure)
 
-    def _attempt(self, row: Tensor, limit_s: float) -> tuple[Tensor, str]:
+    def _attempt(self, row: Tensor) -> tuple[Tensor, str]:
         """Return the row of each rank, and what went wrong, "" if nothing did.
 
         A return value, because an exception would hold frames, and they the connections.
         """
         start, rows = time.monotonic(), row.new_empty(len(self.ranks), *row.shape)
         gathers, broadcasts = GatherOptions(), BroadcastOptions()  # The root is the first rank.
-        gathers.timeout = broadcasts.timeout = timedelta(seconds=limit_s)
+        gathers.timeout = broadcasts.timeout = timedelta(seconds=self.limit_s)
         is_first = self._me == self.ranks[0]
         try:
             gathering = self._gloo.gather([list(rows)] if is_first else [], [row], gathers)
@@ -129,8 +129,8 @@ class Mirror:
             _wait(self._gloo.broadcast([rows], broadcasts))
             return rows, ""
         except RuntimeError:
-            late = time.monotonic() - start >= limit_s
-            return rows, f" within {limit_s:g} s, got" if late else _CLOSED
+            late = time.monotonic() - start >= self.limit_s
+            return rows, f" within {self.limit_s:g} s, got" if late else _CLOSED
 
     def require_all_alive(self) -> None:
         """Raise `AbsentRanksError`, alike on all ranks that see it, if a process has ended."""
@@ -231,7 +231,7 @@ def group_name(group: dist.ProcessGroup) -> str:
     return cast(str, group.group_name)
 
 
-def mirror_of(groups: Sequence[dist.ProcessGroup], limit_s: float) -> Mirror:
+def mirror_of(groups: Sequence[dist.ProcessGroup]) -> Mirror:
     """Return a mirror of `groups`, the same one for all layers: each costs sockets.
 
     The first call with these groups is a collective call; see `Mirror`.
@@ -239,7 +239,7 @@ def mirror_of(groups: Sequence[dist.ProcessGroup], limit_s: float) -> Mirror:
     of_group = _mirrors.setdefault(groups[0], {})
     names = tuple(map(group_name, groups))
     if names not in of_group:
-        of_group[names] = Mirror(groups, limit_s)
+        of_group[names] = Mirror(groups, max(map(time_limit, groups)))
     return of_group[names]
 
 

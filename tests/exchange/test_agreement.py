@@ -18,6 +18,7 @@ import torch.distributed as dist
 from padded_dispatch import DispatchConfig, PaddedDispatcher
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.exchange import agreement as agreement_module
+from padded_dispatch.exchange import mirror as mirror_module
 from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes
 from padded_dispatch.exchange.mirror import AbsentRanksError
 from tests.exchange.test_mirror import grid
@@ -155,7 +156,7 @@ def _one_more_call(rank: int, device: str = "cpu") -> str:
     config = DispatchConfig(num_experts=4, top_k=2, num_ranks=2)
     with pytest.MonkeyPatch.context() as monkeypatch:
         # NCCL's own watchdog has the group's limit; this wait must end long before.
-        monkeypatch.setattr(agreement_module, "time_limit", lambda group: limit_s)
+        monkeypatch.setattr(mirror_module, "time_limit", lambda group: limit_s)
         dispatcher = PaddedDispatcher(config, group=group)
     tokens_TD, probs_TE = torch.ones(3, 8, device=device), torch.ones(3, 4, device=device)
     words = ""

@@ -40,7 +40,8 @@ def errors_of_calls(mirror: Mirror, *limits_s: float) -> list[str]:
     errors = []
     for number, limit_s in enumerate(limits_s, start=2):
         with pytest.raises(AbsentRanksError) as caught:
-            mirror.gather(own_row(), limit_s, f"call {number} of layer 1")
+            mirror.limit_s = limit_s
+            mirror.gather(own_row(), f"call {number} of layer 1")
         errors.append(str(caught.value))
     return errors
 
@@ -55,7 +56,7 @@ def grid() -> list[Any]:
 def _late_in_a_grid(late: int) -> tuple[list[int], list[str]]:
     """Return the rows of call 1, and the errors of the next two; one rank comes after its peers."""
     mirror = Mirror(grid(), LONG_S)
-    rows = mirror.gather(own_row(), LONG_S, "call 1 of layer 1")
+    rows = mirror.gather(own_row(), "call 1 of layer 1")
     is_late = dist.get_rank() == late
     if is_late:
         dist.barrier()
@@ -100,10 +101,10 @@ def test_all_absent_ranks_are_named_with_their_hosts(pool4):
 
 def _one_ends() -> None:
     mirror = Mirror([dist.new_group()], LONG_S)
-    mirror.gather(own_row(), LONG_S, "call 1 of layer 1")
+    mirror.gather(own_row(), "call 1 of layer 1")
     if dist.get_rank() == 1:
         os._exit(3)
-    mirror.gather(own_row(), LONG_S, "call 2 of layer 1")
+    mirror.gather(own_row(), "call 2 of layer 1")
 
 
 def test_a_process_that_ends_is_named_long_before_the_limit(monkeypatch):
@@ -122,7 +123,7 @@ def test_a_process_that_ends_is_named_long_before_the_limit(monkeypatch):
 
 def _one_ends_before_a_collective() -> None:
     """Send to a rank that has ended, as a step does; gloo's error names no rank."""
-    mirror_of([dist.group.WORLD], LONG_S)
+    mirror_of([dist.group.WORLD])
     with absent_ranks_named():
         if dist.get_rank() == 1:
             os._exit(3)
@@ -146,11 +147,11 @@ def test_a_process_that_ends_is_named_where_a_collective_failed(monkeypatch):
 def _one_waits_and_one_is_lost() -> str:
     """Rank 1 has ended; rank 0 sees it in `gather`, which closes its connections, rank 2 beside."""
     mirror = Mirror([dist.new_group()], LONG_S)
-    mirror.gather(own_row(), LONG_S, "call 1 of layer 1")
+    mirror.gather(own_row(), "call 1 of layer 1")
     if dist.get_rank() == 1:
         os._exit(3)
     if dist.get_rank() == 0:
-        mirror.gather(own_row(), LONG_S, "call 2 of layer 1")
+        mirror.gather(own_row(), "call 2 of layer 1")
     while not mirror._store.check(["waits/0"]):
         pass
     mirror.require_all_alive()
@@ -225,8 +226,8 @@ def _mirrors_and_rows() -> tuple[list[bool], list[int]]:
     """
     dist.new_group([0])
     one, two = dist.new_group(), dist.new_group()
-    first, again, other = (mirror_of([group], LONG_S) for group in (one, one, two))
-    rows = other.gather(own_row(), LONG_S, "a call")
+    first, again, other = (mirror_of([group]) for group in (one, one, two))
+    rows = other.gather(own_row(), "a call")
     return [first is again, first is other], [int(row[0]) for row in rows]
 
 
@@ -251,7 +252,7 @@ def _threads_of_a_mirror() -> list[int]:
     before, found = _threads(), []
     group = dist.new_group()
     found.append(_threads() - before)
-    mirror_of([group], LONG_S)
+    mirror_of([group])
     found.append(_threads() - before)
     dist.destroy_process_group(group)
     del group

@@ -151,13 +151,13 @@ dist.Backend.register_backend("threads", ThreadGroup, extended_api=True, devices
 class ThreadedMirror:
     """A `Mirror` of threads, which gather in their own groups: sockets would be one per pair."""
 
-    def __init__(self, groups: Sequence[ThreadGroup], limit_s: float) -> None:
+    def __init__(self, groups: Sequence[ThreadGroup]) -> None:
         self.num_agreements = 0
         self._groups = groups
         own = torch.tensor([dist.get_rank()])
-        self.ranks = self.gather(own, limit_s, "its creation").flatten().tolist()
+        self.ranks = self.gather(own, "its creation").flatten().tolist()
 
-    def gather(self, row: torch.Tensor, limit_s: float, where: str) -> torch.Tensor:
+    def gather(self, row: torch.Tensor, where: str) -> torch.Tensor:
         rows = row[None]
         for group in self._groups:
             gathered = rows.new_empty(group.size() * len(rows), *row.shape)
