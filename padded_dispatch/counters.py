@@ -131,12 +131,8 @@ class Counters:
         """Count rows without a slot on the wire, and the least rows of a store with slots for all.
 
         With C slots of a cell a source has L * C for a rank, and the store `C * E / K` for each
-        share of a token. Struck rows may need more: no rank of theirs has counted them.
-
-        Args:
-            num_rows: see `exchange.collectives.Struck`.
-            num_asked: likewise.
-            shares_per_token: rows of the store in perfect balance, for each token.
+        share of a token. Struck rows may need more: no rank of theirs has counted them. Numbers are
+        those of `exchange.collectives.Struck`, shares the store's rows in balance for each token.
 
         Example: E = 8, L = 4, K = 2, one layer: 10 tokens for a rank ask for C = 3, 24 rows.
         """

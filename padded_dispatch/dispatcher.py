@@ -117,10 +117,9 @@ class PaddedDispatcher:
             AbsentRanksError: on all ranks that wait, when one does not come.
         """
         _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, packed=True)
-        num_local = self.config.num_local_experts
         for name in ("fc1_LGD", "fc2_LDF"):
-            found = len(getattr(weights, name))
-            require(found == num_local, f"weights.{name}", found, f"have {num_local} experts")
+            found, wanted = len(getattr(weights, name)), self.config.num_local_experts
+            require(found == wanted, f"weights.{name}", found, f"have {wanted} experts")
         call = Call(wire=wire, take_room=self._rooms(len(tokens_TD)))
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
 

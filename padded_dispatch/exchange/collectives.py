@@ -116,13 +116,7 @@ class Collectives:
         return kept.flatten(1), Struck(num_rows=num_rows, num_asked=num_asked)
 
     def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "CollectiveWire":
-        """Begin a pass.
-
-        Args:
-            plan: of these tokens; no rank has more than P of them in it.
-            tokens_TD: its shape, dtype and device are read.
-            num_slots: P.
-        """
+        """Begin a pass of tokens, of which at most P = `num_slots` have experts on one rank."""
         return CollectiveWire(self, plan, tokens_TD, num_slots)
 
 

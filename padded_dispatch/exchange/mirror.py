@@ -63,13 +63,12 @@ class Mirror:
         limit_s: seconds that a rank may come later than another. Then `AbsentRanksError` names it.
 
     Attributes:
-        limit_s: as given.
         ranks: the ranks, by their number in the job, ascending.
         num_agreements: how many agreements use this mirror.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], limit_s: float) -> None:
-        self.limit_s, self.num_agreements = limit_s, 0
+        self._limit_s, self.num_agreements = limit_s, 0
         self._failure = ""
         self._last = "none"
         self._me = dist.get_rank()
@@ -120,7 +119,7 @@ class Mirror:
         """
         start, rows = time.monotonic(), row.new_empty(len(self.ranks), *row.shape)
         gathers, broadcasts = GatherOptions(), BroadcastOptions()  # The root is the first rank.
-        gathers.timeout = broadcasts.timeout = timedelta(seconds=self.limit_s)
+        gathers.timeout = broadcasts.timeout = timedelta(seconds=self._limit_s)
         is_first = self._me == self.ranks[0]
         try:
             gathering = self._gloo.gather([list(rows)] if is_first else [], [row], gathers)
@@ -129,8 +128,8 @@ class Mirror:
             _wait(self._gloo.broadcast([rows], broadcasts))
             return rows, ""
         except RuntimeError:
-            late = time.monotonic() - start >= self.limit_s
-            return rows, f" within {self.limit_s:g} s, got" if late else _CLOSED
+            late = time.monotonic() - start >= self._limit_s
+            return rows, f" within {self._limit_s:g} s, got" if late else _CLOSED
 
     def require_all_alive(self) -> None:
         """Raise `AbsentRanksError`, alike on all ranks that see it, if a process has ended."""

@@ -133,15 +133,10 @@ class Buffers:
     besides_R: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Group:
-    """Memory that the layers of a group share; the last of each kind is the largest."""
-
-    arriving: list[PeerMemory] = field(default_factory=list)
-    coming: list[PeerMemory] = field(default_factory=list)
-
-
-_groups: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
+# Memory that the layers of a group share: that in which tokens arrive, and that to which rows come
+# home; the last of each is the largest.
+_Shared = tuple[list[PeerMemory], list[PeerMemory]]
+_shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 
 def buffers_for(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> Buffers:
@@ -154,7 +149,7 @@ def buffers_for(group: dist.ProcessGroup, shape: Shape, device: torch.device) ->
             "buffers of exchange='direct' must exist before a CUDA graph is captured, got the "
             f"new {shape}; run one eager step with the same shapes before capturing"
         )
-    known = _groups.setdefault(group, _Group())
+    known = _shared.setdefault(group, ([], []))
     num_ranks, num_slots, top_k = group.size(), shape.num_slots, shape.top_k
     itemsize, choices = shape.dtype.itemsize, num_slots * top_k
     arriving_shape = num_ranks - 1, num_slots, shape.width
@@ -165,14 +160,14 @@ def buffers_for(group: dist.ProcessGroup, shape: Shape, device: torch.device) ->
     # Memory of earlier shapes stays: if shapes grow, each is half as large again as the last.
     new = [
         (memories, _aligned(max(size, memories[-1].num_bytes * 3 // 2 if memories else 0)))
-        for memories, size in zip((known.arriving, known.coming), needed, strict=True)
+        for memories, size in zip(known, needed, strict=True)
         if not memories or memories[-1].num_bytes < size
     ]
     if new:
         _require_room(group, shape, sum(size for _, size in new), device)
     for memories, size in new:
         memories.append(PeerMemory(group, size, device))
-    arriving, coming = known.arriving[-1], known.coming[-1]
+    arriving, coming = (memories[-1] for memories in known)
     by_choice = num_ranks, num_slots, top_k
     counts = num_ranks, shape.num_local_experts
     return Buffers(
@@ -301,13 +296,13 @@ def _linked(number: int, other: int) -> bool:
 
 def _trial(group: dist.ProcessGroup) -> str:
     """Return why memory cannot be mapped by all ranks of the group; "" if it can."""
-    if group in _groups:
+    if group in _shared:
         return ""
     try:
         PeerMemory(group, _TRIAL_BYTES, torch.device("cuda", torch.cuda.current_device()))
     except RuntimeError as error:
         return f"{str(error).splitlines()[0]!r} from an attempt to map memory"
-    _groups.setdefault(group, _Group())
+    _shared[group] = [], []
     return ""
 
 

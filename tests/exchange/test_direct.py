@@ -121,8 +121,8 @@ def _memories() -> list[list[int]]:
         buffers = buffers_for(group, shape, torch.device("cpu"))
         assert buffers.rows_SPD.shape == (1, shape.num_slots, 8)
         assert buffers.home_QD.shape == (shape.num_slots * shape.top_k, 8)
-        known = symmetric_memory._groups[group]
-        found.append([m.num_bytes for m in (*known.arriving, *known.coming)])
+        arriving, coming = symmetric_memory._shared[group]
+        found.append([memory.num_bytes for memory in (*arriving, *coming)])
     return found
 
 

@@ -40,7 +40,7 @@ def errors_of_calls(mirror: Mirror, *limits_s: float) -> list[str]:
     errors = []
     for number, limit_s in enumerate(limits_s, start=2):
         with pytest.raises(AbsentRanksError) as caught:
-            mirror.limit_s = limit_s
+            mirror._limit_s = limit_s
             mirror.gather(own_row(), f"call {number} of layer 1")
         errors.append(str(caught.value))
     return errors

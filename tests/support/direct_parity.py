@@ -228,8 +228,8 @@ def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 def poison(exchange: DirectStores) -> None:
     """Fill this rank's buffers with NaN, while no rank sends anything."""
-    known = symmetric_memory._groups[exchange.group]
-    for memory in (*known.arriving, *known.coming):
+    arriving, coming = symmetric_memory._shared[exchange.group]
+    for memory in (*arriving, *coming):
         memory.tensor(0, (memory.num_bytes,), torch.uint8).fill_(255)
 
 
