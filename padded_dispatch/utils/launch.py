@@ -79,9 +79,13 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
 
 def show(text: str) -> None:
     """Print a line, on rank 0 only, where workers exist."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
+    except BrokenPipeError:  # By `| head`, for example: work goes on without lines.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def torchrun_env(rank: int, num_workers: int, port: int) -> dict[str, str]:

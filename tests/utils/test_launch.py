@@ -133,3 +133,12 @@ def test_a_signal_ends_all_processes(tmp_path, where, number):
     assert process.returncode == (-number if killed else 128 + number)
     assert stderr == ("" if killed else f"{number.name}: stopping all workers\n")
     assert living_after(workers, 60) == []
+
+
+def test_a_reader_that_has_gone_ends_no_work():
+    code = "from padded_dispatch.utils.launch import show\nfor _ in range(9): show('line')"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (0, b"")
