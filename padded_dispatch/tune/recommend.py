@@ -1,8 +1,9 @@
 """Recommend a capacity factor: the smallest that leaves at most a share of a trace's rows no room.
 
 A row without room is dropped from cells; in a full store it overwrites another one, which costs
-time alone; what collectives strike is dropped. "Rows" are those of one layer for a layer's factor,
-and of all layers for the factor of all. Layers that share a store have no factors of their own.
+time alone; what collectives strike, or one layer has beyond the store, is dropped. "Rows" are those
+of one layer for a layer's factor, and of all layers for the factor of all. Layers that share a
+store have no factors of their own.
 
 The answer holds for steps like the ones in the trace. Each half of the steps is asked alone, too,
 and a warning names both if they differ by more than a tenth. What was tried for more certainty
@@ -91,14 +92,14 @@ class Recommendation:
         room = f"{advice.room:,} slots per source rank and expert"
         if pool == "store":
             room = f"a store of {advice.room:,} rows"
-        struck, lost = int(self.replay.struck[self._chosen]), ""
-        if struck:
-            share = percent(struck / self.replay.asked.sum())
-            lost = f" {share} are dropped: collectives have too few slots between ranks."
+        lost, words = int(self.replay.lost[self._chosen]), ""
+        if pool == "store" and lost:
+            share = percent(lost / self.replay.asked.sum())
+            words = f" {share} are dropped, for want of slots between ranks or of room for a layer."
         return (
             f"Set the capacity factor to {advice.factor:g} with capacity_pool={pool} ({room}): "
             f"{percent(advice.dropped)} of the rows of the {advice.num_steps:,} steps traced find "
-            f"no room there, at most {percent(advice.worst)} in one step.{lost}"
+            f"no room there, at most {percent(advice.worst)} in one step.{words}"
         )
 
     def warnings(self) -> list[str]:

@@ -32,7 +32,7 @@ class Replay:
     `configs`: one for each factor, which rise. `room`: slots of a cell, or rows of a store, at each
     factor. `asked`: [layers, steps], rows asked for, summed over sources and micro-batches.
     `dropped`: [factors, layers, steps], rows without room; a store's are computed again, but for
-    `struck`: [factors], those that collectives cannot send.
+    `lost`: [factors], those that collectives strike, or that one layer has beyond the store.
     `needed`: [steps], a factor at which all have room. `needed_alone`: [layers], the same if a
     layer had no other to share with, over all steps.
     """
@@ -42,7 +42,7 @@ class Replay:
     configs: tuple[DispatchConfig, ...]
     room: NDArray[np.int64]
     asked: NDArray[np.int64]
-    struck: NDArray[np.int64]
+    lost: NDArray[np.int64]
     dropped: NDArray[np.int64]
     needed: NDArray[np.float64]
     needed_alone: NDArray[np.float64]
@@ -108,7 +108,7 @@ def replay(
     require(len(factors) >= 1, "factors", factors, "hold at least one factor")
     configs = tuple(_config(demand, factor, pool, etp) for factor in factors)
     asked = demand.counts.sum((2, 3), dtype=np.int64)
-    room, kept, struck = [], [], [0] * len(configs)
+    room, kept, lost = [], [], [0] * len(configs)
     for i, config in enumerate(configs):
         if pool == "expert":
             room.append(config.capacity(demand.num_tokens))
@@ -117,7 +117,7 @@ def replay(
         counts, num_slots = demand.counts, config.wire_slots(demand.num_tokens)
         if strikes and trace and num_slots < demand.num_tokens:
             counts = strike(trace, num_slots, config.num_ranks, strikes)
-            struck[i] = int(asked.sum() - counts.sum())
+            lost[i] = int(asked.sum() - counts.sum())
         room.append(config.store_rows(demand.num_tokens, store_layers))
         rows = _by_rank(counts, config)
         in_use = []
@@ -125,6 +125,7 @@ def replay(
             sums = rows[:, stack].cumsum(1)
             limit = config.store_rows(demand.num_tokens, sums.shape[1])
             in_use.append(np.minimum(sums, limit))
+            lost[i] += int(np.maximum(rows[:, stack] - limit, 0).sum())
         stays = [np.diff(tops, axis=1, prepend=0).sum(2) for tops in in_use]
         kept.append(np.concatenate(stays, axis=1))
 
@@ -139,7 +140,7 @@ def replay(
         configs=configs,
         room=np.array(room),
         asked=by_step(asked),
-        struck=np.array(struck),
+        lost=np.array(lost),
         dropped=np.stack([by_step(asked - rows) for rows in kept]),
         needed=np.array([needed[step_of_pass == i].max() for i in range(len(steps))]),
         needed_alone=needed_alone,

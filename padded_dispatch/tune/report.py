@@ -128,8 +128,8 @@ def whole(study: Study) -> str:
     ]
     note = "No room: of all rows."
     if not own:
-        note += " In a store each overwrites another, which backward computes again; what"
-        note += " collectives strike is dropped."
+        note += " In a store each overwrites another, which backward computes again;"
+        note += " what collectives strike, or one layer has beyond the store, is dropped."
     else:
         note += ' They are dropped; on_overflow="retry" would run such steps again.'
         note += " Balanced: what a perfectly balanced router drops, as tokens choose at random."

@@ -52,7 +52,7 @@ def read_runs(option: str, path: Path) -> list[dict[str, Any]]:
         match json.loads(path.read_text()):
             case {"runs": list(runs)} if all(_is_run(run) for run in runs):
                 return runs
-        reason = "it has no list of runs"
+        reason = "it has no list of runs with about and rows"
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:

@@ -139,6 +139,9 @@ def test_a_store_by_hand():
     uneven = demand([[[[120, *[19] * 7]] * 8] * 5], num_tokens=128, top_k=2)
     found = replay(uneven, [2.0], pool="store", store_layers=3)
     others = 7 * 152
+    assert found.lost.tolist() == [0]
+    alone = replay(demand([[[[16, *[0] * 7]] * 8]], num_tokens=16, top_k=1), [1.25], pool="store")
+    assert (alone.room.tolist(), alone.lost.tolist()) == ([80], [48])
     assert kept(found, 0) == [[960 + others, 576 + others, others, 960 + others, 64 + others]]
 
 
@@ -209,9 +212,9 @@ def test_what_collectives_strike(policy):
     assert 0 < cut.sum() < found.asked.sum()
     expected = kept_in_stores(cut[0].tolist(), 0.4, num_tokens=9, top_k=1, num_ranks=4)
     assert kept(found, 0) == [expected]
-    assert found.struck.tolist() == [found.asked.sum() - cut.sum()]
-    share = percent(found.struck[0] / found.asked.sum())
-    words = f"{share} are dropped: collectives have too few slots between ranks."
+    assert found.lost.tolist() == [found.asked.sum() - cut.sum()]
+    share = percent(found.lost[0] / found.asked.sum())
+    words = f"{share} are dropped, for want of slots between ranks or of room for a layer."
     assert words in recommend(found, 0.99).sentence()
     assert replay(demand_of(trace), pool="store", strikes=policy).dropped[-1].sum() == 0
     with pytest.raises(ValueError, match="strikes must be None for counts without a trace, got"):

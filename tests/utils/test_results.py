@@ -24,12 +24,15 @@ def test_runs_are_added(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["r.json"]
 
 
+NO_RUNS = r"it has no list of runs with about and rows\); name another file"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1}', r"it has no list of runs\); name another file"),
-        ('{"runs": [{"rows": []}]}', r"it has no list of runs\); name another file"),
-        ("[]", r"it has no list of runs\); name another file"),
+        ('{"a": 1}', NO_RUNS),
+        ('{"runs": [{"rows": []}]}', NO_RUNS),
+        ("[]", NO_RUNS),
         ('{"runs": [', r"it is not JSON\); name another file"),
         (None, r".*Is a directory.*\); name another file"),
     ],
