@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from padded_dispatch.megatron.compat import captures_iteration, capturing
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.telemetry import Copy, LayerShape, Reader, Warnings, by_number
-from padded_dispatch.utils.phases import in_backward
+from padded_dispatch.utils.phases import trains
 
 
 class Watch:
@@ -34,7 +33,6 @@ class Watch:
         self.layers = [first]
         self.steps = 0
         self._left: int | None = None
-        self._again = 0
         self._input: Callable[[], Any] = lambda: None
         self._reader: Reader | None = None
         self._pending: deque[Copy] = deque()
@@ -50,24 +48,18 @@ class Watch:
         return same and self.steps == 0
 
     def see_pass(self, hidden_states: Any) -> None:
-        """Count a pass of the first layer; Megatron may announce one twice, with one input."""
-        config = self.layers[0].config
-        # Others are no part of a step, but for the first pass of recompute.
-        trains = torch.is_grad_enabled() or config.recompute_granularity is not None
-        if self._input() is hidden_states or capturing() or not trains:
+        """Count a pass of the first layer that trains, of two of recompute the second.
+
+        Megatron may announce one twice, with one input.
+        """
+        if self._input() is hidden_states or capturing() or not trains():
             return
         self._input = weakref.ref(hidden_states)
         self._end_step_of_passes()
-        self._left = (self._left or _num_passes(config)) - 1
+        self._left = (self._left or _num_passes(self.layers[0].config)) - 1
         if self._left == 0:
             self._end_behind(hidden_states)
         self.say()
-
-    def see_again(self, hidden_states: Any) -> None:
-        """Count a pass of the first layer that backward runs again, with gradients now."""
-        self._again += 1
-        if self._left == 0 and self._again == _num_passes(self.layers[0].config):
-            self._end_behind(hidden_states)
 
     def _end_behind(self, hidden_states: Any) -> None:
         if hidden_states.requires_grad:
@@ -89,7 +81,7 @@ class Watch:
     def end_step(self) -> None:
         """Start a read of what the step dropped, unless a loop follows `on_overflow` itself."""
         self.steps += 1
-        self._left, self._again = None, 0
+        self._left = None
         dispatcher = self.layers[0].token_dispatcher
         follows = padded_options(self.layers[0].config).on_overflow != "warn"
         if follows or dispatcher.configs.controlled:
@@ -138,7 +130,7 @@ def see_pass(moe: Any, hidden_states: Any) -> None:
             watch.layers.append(moe)
         vars(moe.token_dispatcher)["watch"] = watch
     if moe is watch.layers[0]:
-        (watch.see_again if in_backward() else watch.see_pass)(hidden_states)
+        watch.see_pass(hidden_states)
 
 
 def see_iteration() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch.megatron import PaddedOptions, Telemetry, watch
 from padded_dispatch.megatron.retry import dropping_nothing
@@ -193,11 +194,25 @@ def test_a_layer_by_padded_spec_says_what_it_drops_without_a_patch(caplog):
     with tiny.one_process():
         layer = tiny.padded_layer(moe_expert_capacity_factor=0.5)
         for _ in range(2):
-            with torch.no_grad():  # No part of a step, as for log-probabilities before an update.
-                layer(torch.randn(8, 1, tiny.HIDDEN))
             layer(torch.randn(8, 1, tiny.HIDDEN, requires_grad=True))[0].sum().backward()
         assert not PATCHED._saved
     assert ["found no room at step 1 (" in text for text in said(caplog)] == [True, False]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("modules", [None, ["layernorm"]])
+def test_one_pass_of_recompute_counts_and_none_without_gradients(reentrant, modules):
+    granularity = None if modules is None else "selective"
+    fields: Any = {"recompute_granularity": granularity, "recompute_modules": modules}
+    with tiny.one_process():
+        layer = tiny.padded_layer(moe_expert_capacity_factor=0.5, **fields)
+        for _ in range(3):
+            with torch.no_grad():  # As for log-probabilities before an update.
+                layer(torch.randn(8, 1, tiny.HIDDEN))
+            tokens = torch.randn(8, 1, tiny.HIDDEN, requires_grad=True)
+            again: Any = checkpoint(layer, tokens, use_reentrant=reentrant)
+            again[0].sum().backward()
+        assert layer.token_dispatcher.watch.steps == 3
 
 
 @pytest.mark.parametrize("experts", ["module", "packed"])
