@@ -13,7 +13,7 @@ dispatch and combine are each other's transpose.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -116,10 +116,11 @@ class PaddedDispatcher:
             ValueError: the same on all ranks, when their shapes or rules differ or T is 0.
             AbsentRanksError: on all ranks that wait, when one does not come.
         """
-        _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, packed=True)
-        for name in ("fc1_LGD", "fc2_LDF"):
-            found, wanted = len(getattr(weights, name)), self.config.num_local_experts
-            require(found == wanted, f"weights.{name}", found, f"have {wanted} experts")
+        num_local = len(weights.fc1_LGD), len(weights.fc2_LDF)
+        more = ("experts in weights", num_local)
+        _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, more, packed=True)
+        wanted = self.config.num_local_experts
+        require(num_local == (wanted, wanted), "experts in weights", num_local, f"be {wanted} each")
         call = Call(wire=wire, take_room=self._rooms(len(tokens_TD)))
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
 
@@ -154,7 +155,7 @@ class PaddedDispatcher:
         return padded.combine(out_ND, dispatched.sent)
 
     def _begin(
-        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, *, packed: bool
+        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, *more: Any, packed: bool
     ) -> tuple[Selection, Tensor, Wire]:
         """Return what a pass keeps at the source, its choices' probabilities, and its exchange."""
         config = self.config
@@ -164,6 +165,7 @@ class PaddedDispatcher:
             ("dtype of probabilities", probs_TE.dtype),
             ("shape of probs_TE", tuple(probs_TE.shape)),
             ("shape of map_TE", tuple(map_TE.shape)),
+            *more,
         )
         agree_on_shapes(self.agreement, config, tokens_TD, rules)
         in_cells = config.capacity_pool == "expert" and not config.fits

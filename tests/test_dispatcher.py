@@ -209,7 +209,8 @@ def _differing(what: str) -> str:
     exchange: Any = "direct" if what == "exchange" and other else "auto"
     num_tokens = 0 if what == "none" else 3
     given = torch.zeros(num_tokens, 3), torch.zeros(num_tokens, 4), torch.zeros(num_tokens, 4) > 0
-    weights = ExpertWeights(fc1_LGD=torch.zeros(2, 2, 3), fc2_LDF=torch.zeros(2, 3, 1))
+    fc1_LGD = torch.zeros(1 if what == "weights" and other else 2, 2, 3)
+    weights = ExpertWeights(fc1_LGD=fc1_LGD, fc2_LDF=torch.zeros(2, 3, 1))
     try:
         dispatcher = PaddedDispatcher(config, group=dist.group.WORLD, exchange=exchange)
         if what == "pool" or (what == "method" and other):
@@ -228,6 +229,7 @@ def _differing(what: str) -> str:
         ("method", "packed is True on rank 0, False on rank 1"),
         ("pool", "capacity_pool is expert on rank 0, store on rank 1"),
         ("size", "num_ranks is 2 on rank 0, 1 on rank 1"),
+        ("weights", "experts in weights is (2, 2) on rank 0, (1, 2) on rank 1"),
         ("none", "num_tokens must be at least 1, got 0"),
     ],
 )
@@ -240,13 +242,13 @@ def test_ranks_that_differ_all_raise(what, words):
     [
         ("probs_TE", r"must have shape \(3, 4\), tokens by experts, got \(2, 4\)"),
         ("map_TE", r"must have shape \(3, 4\), tokens by experts, got \(3, 5\)"),
-        ("weights.fc2_LDF", "must have 4 experts, got 3"),
+        ("experts in weights", r"must be 4 each, got \(4, 3\)"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(what, words):
     probs_TE = torch.zeros(2 if what == "probs_TE" else 3, 4)
     map_TE = torch.zeros(3, 5 if what == "map_TE" else 4, dtype=torch.bool)
-    fc2_LDF = torch.zeros(3 if what.startswith("weights") else 4, 3, 1)
+    fc2_LDF = torch.zeros(3 if what.startswith("experts") else 4, 3, 1)
     weights = ExpertWeights(fc1_LGD=torch.zeros(4, 2, 3), fc2_LDF=fc2_LDF)
     dispatcher = PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2))
     with pytest.raises(ValueError, match=f"^{what} {words}$"):

@@ -42,12 +42,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass(frozen=True, kw_only=True)
 class Struck:
-    """Rows that a source could not send in a pass, and why; int32 scalars.
-
-    Attributes:
-        num_rows: rows of tokens without a slot.
-        num_asked: the most tokens that asked for one rank.
-    """
+    """Rows without a slot in a pass, and the most tokens that asked for one rank; int32 scalars."""
 
     num_rows: Tensor
     num_asked: Tensor
@@ -198,7 +193,8 @@ class CollectiveWire:
                 slots without a row here.
         """
         if self._exchange.num_sources == 1:
-            return self.bring_sums(sum_SPD)
+            sum_TD = self.bring_sums(sum_SPD)
+            return sum_TD if torch.is_grad_enabled() else sum_TD.detach()  # As in `_Bring`.
         return _Bring.apply(self, sum_SPD)
 
     def home(

@@ -25,17 +25,8 @@ from tests.exchange.test_mirror import grid
 from tests.support.pool import WorkerError, WorkerPool
 
 CONFIG = DispatchConfig(num_experts=4, top_k=2, num_ranks=2, capacity_factor=1.0)
-SAME = dict(
-    T=5,
-    D=3,
-    E=4,
-    K=2,
-    dtype=torch.float32,
-    probs_dtype=torch.float32,
-    factor=1.0,
-    policy="probs",
-    grad=False,
-)
+SAME = dict(T=5, D=3, E=4, K=2, factor=1.0, policy="probs", grad=False)
+SAME |= dict(dtype=torch.float32, probs_dtype=torch.float32)
 
 
 def _steps(steps: list[dict[int, dict[str, Any]]]) -> None:

@@ -372,9 +372,9 @@ class Model:
                 reentrant = recompute == "reentrant"
                 add: Any = checkpoint(self.layer, *given, use_reentrant=reentrant)
                 assert stacks_are_empty(self.store)
-                tokens_TD = tokens_TD + add
             else:
-                tokens_TD = self.layer(*given).add_(tokens_TD)  # It can be changed in place.
+                add = self.layer(*given)
+            tokens_TD = add.add_(tokens_TD)  # A layer's output can be changed in place.
         return tokens_TD
 
 
