@@ -383,32 +383,28 @@ def _refused(config: Any) -> str:
     return "\n".join(["packed experts do not support", *found]) if found else ""
 
 
+def _field(name: str, note: str, refuses: Any) -> ConfigField:
+    return ConfigField(name=name, note=note, refuses=refuses, remedy=_REMEDY)
+
+
 _FIELDS = (
-    ConfigField(
+    _field(
         "activation_func",
         f"known are {', '.join(get_args(Function))}",
-        _REMEDY,
         lambda function: function not in _FUNCTIONS,
     ),
-    ConfigField(
-        "activation_func_fp8_input_store", "the activation keeps its input as it is", _REMEDY
-    ),
-    ConfigField("use_te_activation_func", "the activation is a kernel of ours", _REMEDY),
-    ConfigField("moe_mlp_glu_interleave_size", "gate and up are not interleaved", _REMEDY, given),
-    ConfigField("moe_single_grouped_bias", "biases are read one by one", _REMEDY),
-    ConfigField("moe_apply_probs_on_input", "probabilities weigh the activation", _REMEDY),
-    ConfigField(
-        "init_model_with_meta_device",
-        "Megatron-FSDP cannot reset their weights one by one",
-        _REMEDY,
-    ),
-    ConfigField("fp16", "they compute in bf16, on CPUs in any other dtype, too", _REMEDY),
-    ConfigField("fp4", "they compute in bf16", _REMEDY, given),
-    ConfigField("quant_recipe", "they compute in bf16", _REMEDY, given),
-    ConfigField(
+    _field("activation_func_fp8_input_store", "the activation keeps its input as it is", bool),
+    _field("use_te_activation_func", "the activation is a kernel of ours", bool),
+    _field("moe_mlp_glu_interleave_size", "gate and up are not interleaved", given),
+    _field("moe_single_grouped_bias", "biases are read one by one", bool),
+    _field("moe_apply_probs_on_input", "probabilities weigh the activation", bool),
+    _field("init_model_with_meta_device", "Megatron-FSDP cannot reset stacked weights", bool),
+    _field("fp16", "they compute in bf16, on CPUs in any other dtype, too", bool),
+    _field("fp4", "they compute in bf16", given),
+    _field("quant_recipe", "they compute in bf16", given),
+    _field(
         "offload_modules",
         "they offload neither expert_fc1 nor moe_act",
-        _REMEDY,
         lambda modules: not {"expert_fc1", "moe_act"}.isdisjoint(modules or ()),
     ),
 )

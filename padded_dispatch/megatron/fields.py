@@ -19,58 +19,64 @@ def given(value: Any) -> bool:
     return value is not None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConfigField:
     """One field of TransformerConfig.
 
     `note`: the reason for refusing it, or what stands in its place.
-    `remedy`: the change that a user with such a value should make.
     `refuses`: returns true for a value that is refused.
+    `remedy`: the change that a user with such a value should make.
     `resets`: the field of a config goes back to its default.
     """
 
     name: str
     note: str
-    remedy: str = ""
     refuses: Callable[[Any], bool] = bool
+    remedy: str = ""
     resets: bool = True
+
+
+def _refused(
+    name: str, note: str, remedy: str, refuses: Callable[[Any], bool] = bool
+) -> ConfigField:
+    return ConfigField(name=name, note=note, remedy=remedy, refuses=refuses)
 
 
 _ONE_LENGTH = "leave it False and pad sequences to one length"
 
 REFUSED: tuple[ConfigField, ...] = (
-    ConfigField(
+    _refused(
         "moe_expert_capacity_factor",
         "sets the capacity; None drops nothing (C = T); a factor must be finite and above 0",
         "set a number above 0, such as 1.25, or None",
         lambda factor: factor is True or not (factor is None or 0 < abs(factor) < math.inf),
     ),
-    ConfigField(
+    _refused(
         "moe_use_legacy_grouped_gemm",  # 0.16 only.
         "GroupedMLP needs the grouped_gemm package and is gone in 0.17; untested",
         "leave it False, which gives TEGroupedMLP",
     ),
-    ConfigField(
+    _refused(
         "batch_invariant_mode",
         "which tokens are dropped depends on the rest of the batch",
         "leave it False",
     ),
-    ConfigField(
+    _refused(
         "hybrid_context_parallel", "gives every microbatch another number of tokens", _ONE_LENGTH
     ),
-    ConfigField(
+    _refused(
         "offload_modules",
         "fused_group_mlp belongs to the op fuser's experts, which are not used here",
         "offload expert_fc1 and moe_act instead",
         lambda modules: "fused_group_mlp" in (modules or ()),
     ),
-    ConfigField(
+    _refused(
         "transformer_impl",
         "local and transformer_engine work; inference_optimized replaces the dispatcher",
         "set transformer_engine",
         lambda impl: impl == "inference_optimized",
     ),
-    ConfigField(
+    _refused(
         "variable_seq_lengths", "changes T, and so every shape, from step to step", _ONE_LENGTH
     ),
 )
@@ -116,5 +122,5 @@ _NOTES = {
 _KEPT = ("moe_pad_experts_for_cuda_graph_inference", "use_transformer_engine_op_fuser")
 
 REPLACED: tuple[ConfigField, ...] = tuple(
-    ConfigField(name, note, resets=name not in _KEPT) for name, note in _NOTES.items()
+    ConfigField(name=name, note=note, resets=name not in _KEPT) for name, note in _NOTES.items()
 )
