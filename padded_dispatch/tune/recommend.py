@@ -93,7 +93,7 @@ class Recommendation:
         if pool == "store":
             room = f"a store of {advice.room:,} rows"
         lost, words = int(self.replay.lost[self._chosen]), ""
-        if pool == "store" and lost:
+        if lost:
             share = percent(lost / self.replay.asked.sum())
             words = f" {share} are dropped, for want of slots between ranks or of room for a layer."
         return (

@@ -50,18 +50,15 @@ def read_runs(option: str, path: Path) -> list[dict[str, Any]]:
     """
     try:
         match json.loads(path.read_text()):
-            case {"runs": list(runs)} if all(_is_run(run) for run in runs):
-                return runs
+            case {"runs": list(runs)}:
+                if all(isinstance(run, dict) and {"about", "rows"} <= run.keys() for run in runs):
+                    return runs
         reason = "it has no list of runs with about and rows"
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
     raise ValueError(f"{option} must be a results file, got {path} ({reason}); name another file")
-
-
-def _is_run(run: object) -> bool:
-    return isinstance(run, dict) and {"about", "rows"} <= run.keys()
 
 
 def require_results(option: str, path: Path) -> None:
