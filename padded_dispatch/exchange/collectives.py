@@ -193,8 +193,7 @@ class CollectiveWire:
                 slots without a row here.
         """
         if self._exchange.num_sources == 1:
-            sum_TD = self.bring_sums(sum_SPD)
-            return sum_TD if torch.is_grad_enabled() else sum_TD.detach()  # As in `_Bring`.
+            return self.bring_sums(sum_SPD)
         return _Bring.apply(self, sum_SPD)
 
     def home(
@@ -277,7 +276,9 @@ class CollectiveWire:
         sum_RPD = self._add_split(sum_SPD).to(self._dtype)
         num_tokens = self._num_tokens
         if self._exchange.num_ranks == 1:
-            return sum_RPD[0, :num_tokens]
+            sum_TD = sum_RPD[0, :num_tokens]
+            # A view out of a Function could not be changed in place.
+            return sum_TD if torch.is_grad_enabled() else sum_TD.detach()
         came_QD = self._swap(sum_RPD).flatten(0, 1)
         if came_QD.is_cuda:
             from padded_dispatch.kernels import rows
@@ -362,7 +363,7 @@ class _Bring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, wire: CollectiveWire, sum_SPD: Tensor):
         ctx.wire, ctx.dtype = wire, sum_SPD.dtype
-        return wire.bring_sums(sum_SPD).detach()  # No view, which could not be changed in place.
+        return wire.bring_sums(sum_SPD)
 
     @staticmethod
     @nvtx_range("exchange backward")

@@ -40,8 +40,8 @@ def run(
     gemm.check_on_gpu(tokens_TD, weights.fc1_LGD, 8 if weights.scaled is None else 16)
     # Autograd asks for this gradient in all passes, and tokens are kept for it.
     fc1_LGD = weights.fc1_LGD if torch.is_grad_enabled() else weights.fc1_LGD.detach()
-    biases = (weights.fc1_bias_LG, weights.fc2_bias_LD)
-    biases = (None if bias is None else bias.contiguous() for bias in biases)
+    biases = weights.fc1_bias_LG, weights.fc2_bias_LD
+    biases = [None if bias is None else bias.contiguous() for bias in biases]
     leaves = fc1_LGD, weights.fc2_LDF, *biases
     return _Pass.apply(tokens_TD, prob_TK, *leaves, weights, activation, call)
 
@@ -125,7 +125,7 @@ class _Pass(torch.autograd.Function):
         probs = prob_SPK if room.overwritten else None
         ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *tokens, probs, *own)
         ctx.weights, ctx.activation = weights, act
-        return sum_TD.detach()  # As no view, it can be changed in place.
+        return sum_TD
 
     @staticmethod
     @nvtx_range("experts backward")
