@@ -13,7 +13,7 @@ dispatch and combine are each other's transpose.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -116,11 +116,7 @@ class PaddedDispatcher:
             ValueError: the same on all ranks, when their shapes or rules differ or T is 0.
             AbsentRanksError: on all ranks that wait, when one does not come.
         """
-        num_local = len(weights.fc1_LGD), len(weights.fc2_LDF)
-        more = ("experts in weights", num_local)
-        _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, more, packed=True)
-        wanted = self.config.num_local_experts
-        require(num_local == (wanted, wanted), "experts in weights", num_local, f"be {wanted} each")
+        _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, weights)
         call = Call(wire=wire, take_room=self._rooms(len(tokens_TD)))
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
 
@@ -137,7 +133,7 @@ class PaddedDispatcher:
         Tokens may be of any floating point dtype on any device.
         """
         config = self.config
-        selection, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, packed=False)
+        selection, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, None)
         given, sent = padded.dispatch(
             tokens_TD,
             prob_TK,
@@ -155,17 +151,18 @@ class PaddedDispatcher:
         return padded.combine(out_ND, dispatched.sent)
 
     def _begin(
-        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, *more: Any, packed: bool
+        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, weights: ExpertWeights | None
     ) -> tuple[Selection, Tensor, Wire]:
         """Return what a pass keeps at the source, its choices' probabilities, and its exchange."""
-        config = self.config
+        config, packed = self.config, weights is not None  # Others read padded cells.
+        num_local = (len(weights.fc1_LGD), len(weights.fc2_LDF)) if weights else None
         # What is given is compared as well, so that all ranks raise if one lacks an argument.
         rules = (
             ("packed", packed),
             ("dtype of probabilities", probs_TE.dtype),
             ("shape of probs_TE", tuple(probs_TE.shape)),
             ("shape of map_TE", tuple(map_TE.shape)),
-            *more,
+            ("experts in weights", num_local),
         )
         agree_on_shapes(self.agreement, config, tokens_TD, rules)
         in_cells = config.capacity_pool == "expert" and not config.fits
@@ -181,6 +178,9 @@ class PaddedDispatcher:
         for name, given in (("probs_TE", probs_TE), ("map_TE", map_TE)):
             rule = f"have shape {shape}, tokens by experts"
             require(given.shape == shape, name, tuple(given.shape), rule)
+        wanted = config.num_local_experts
+        known = None, (wanted, wanted)
+        require(num_local in known, "experts in weights", num_local, f"be {wanted} each")
         key = packed, device.type
         if key not in self._exchanges:
             how = {"packed": packed, "device": device}
