@@ -52,7 +52,8 @@ def read(argv: list[str]) -> tuple[PaddedOptions, str, list[str]]:
     if not words:
         parser.error("SCRIPT must be given, for example pretrain_gpt.py")
     script, *arguments = words
-    unknown = [word for word in words if word.startswith("--padded-")]
+    padded = [word for word in words if word.startswith("--padded-")]
+    unknown = [word for word in padded if not word.startswith("--padded-vocab-size")]  # Megatron's.
     if unknown:
         parser.error(f"{unknown[0]} must be an option of the padded dispatcher; see --help")
     if script.startswith("-"):
