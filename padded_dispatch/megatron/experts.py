@@ -398,6 +398,11 @@ _FIELDS = (
     _field("moe_mlp_glu_interleave_size", "gate and up are not interleaved", given),
     _field("moe_single_grouped_bias", "biases are read one by one", bool),
     _field("moe_apply_probs_on_input", "probabilities weigh the activation", bool),
+    _field(
+        "expert_gtp_weight_remat_size",
+        "a rank has shards of its experts' weights, which Transformer Engine gathers",
+        lambda size: (size or 1) > 1,
+    ),
     _field("init_model_with_meta_device", "Megatron-FSDP cannot reset stacked weights", bool),
     _field("fp16", "they compute in bf16, on CPUs in any other dtype, too", bool),
     _field("fp4", "they compute in bf16", given),

@@ -253,6 +253,7 @@ REFUSED = {
     "moe_mlp_glu_interleave_size": 32,
     "moe_single_grouped_bias": True,
     "moe_apply_probs_on_input": True,
+    "expert_gtp_weight_remat_size": 2,
     "init_model_with_meta_device": True,
     "fp16": True,
     "fp4": "e2m1",
