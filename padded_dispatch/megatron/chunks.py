@@ -75,7 +75,8 @@ def _place(config: Any, number: int, pipeline: Any) -> tuple[int, int]:
     numbers = range(virtual) if virtual else [None]
     offsets = [get_transformer_layer_offset(config, stage, rank) for stage in numbers]
     before = [offset for offset in offsets if offset < number]
-    return len(before) - 1, number - 1 - max(before, default=0)
+    # A stack of a pattern may have other layers here than the offsets say.
+    return max(len(before) - 1, 0), number - 1 - max(before, default=0)
 
 
 def _repeats(config: Any, number: int) -> int:

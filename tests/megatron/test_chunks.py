@@ -74,6 +74,12 @@ def test_virtual_stages_have_stores_of_their_own(rank, numbers, stores):
     assert len(layers) == 4 and [distinct.index(store) for store in found] == stores
 
 
+def test_stages_of_a_pattern_may_begin_before_their_share():
+    config = changed(pipeline_model_parallel_size=2)
+    first, *others = stores_of(joined(config, [3, 5, 6], rank=1))
+    assert others == [first, first]
+
+
 def test_a_layer_that_is_repeated_has_several_calls():
     """Multi-token prediction follows the last layer; parts of a sequence come one by one."""
     config = changed(mtp_num_layers=3, mtp_use_repeated_layer=True)
