@@ -271,6 +271,8 @@ def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
             without a graph, which is returned.
     """
     wrapper: Any = getattr(forward_backward_func, "wrapped", forward_backward_func)
+    if type(wrapper).__name__ == "PagedStashRunner":  # For `--moe-expert-rank-capacity-factor`.
+        return uncaptured(wrapper.forward_backward_func)
     if not isinstance(wrapper, found("full_cuda_graph.FullCudaGraphWrapper") or ()):
         return forward_backward_func
 

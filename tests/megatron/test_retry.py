@@ -323,7 +323,9 @@ def test_a_step_without_its_graph_has_batches_as_megatrons_wrapper_reads_them():
     wrapper.data_read = lambda *given: given
     wrapper.forward_backward_func = lambda **given: given
     given = {"data_iterator": 1, "model": 2, "num_microbatches": 3}
-    assert retry.uncaptured(wrapper)(**given) == given | {"data_iterator": (1, 2, True, 3)}
+    around = type("PagedStashRunner", (), {"forward_backward_func": wrapper})()
+    for one in (wrapper, around):
+        assert retry.uncaptured(one)(**given) == given | {"data_iterator": (1, 2, True, 3)}
 
 
 def test_groups_are_kept_and_what_cannot_be_copied_is_refused():
