@@ -81,7 +81,8 @@ class Recording:
 
     `num_experts` (E). `num_ranks`: sources that share an expert-parallel group. `rank`: this one
     among all sources. `capacity_pool`, `etp_size`, `strikes`: see `Trace`. `every`: steps between
-    two records of a layer. `num_steps`: until the end of the run. `max_bytes`: of the file.
+    two records of a layer. `num_steps`: until the end of the run. `num_layers`: of a rank, alike on
+    all ranks, which so record the same steps. `max_bytes`: of the file, if it has so many layers.
     """
 
     num_experts: int
@@ -92,6 +93,7 @@ class Recording:
     strikes: Policy | None
     every: int
     num_steps: int
+    num_layers: int
     max_bytes: int
 
 
@@ -112,7 +114,8 @@ class TraceRecorder:
         self, path: Path, buffers: Mapping[int, RoutingBuffer], recording: Recording
     ) -> None:
         num_microbatches, num_tokens, top_k = next(iter(buffers.values())).ids_MTK.shape
-        per_step = len(buffers) * num_microbatches * record_bytes(num_tokens, top_k) + HEADER_BYTES
+        per_layer = num_microbatches * record_bytes(num_tokens, top_k)
+        per_step = recording.num_layers * per_layer + HEADER_BYTES
         most_steps = recording.max_bytes // per_step
         require(
             most_steps >= 1,

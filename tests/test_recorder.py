@@ -1,5 +1,7 @@
 """A recording holds the choices of the routers, at the steps to be recorded."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -36,7 +38,7 @@ def buffer(num_microbatches: int = 2) -> RoutingBuffer:
 
 def recording(**changes) -> Recording:
     values = dict(num_experts=5, num_ranks=1, rank=3, every=2, num_steps=6, max_bytes=2**20)
-    values |= dict(capacity_pool="store", etp_size=1, strikes="position")
+    values |= dict(num_layers=1, capacity_pool="store", etp_size=1, strikes="position")
     return Recording(**(values | changes))
 
 
@@ -90,6 +92,10 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
     for steps_that_fit, every in ((3, 2), (2, 4), (1, 6)):
         limit = recording(max_bytes=steps_that_fit * per_step + per_step // 2)
         path, filled = tmp_path / "trace.npy", buffer()
+        # A rank of fewer layers records the same steps.
+        more = 4 * record_bytes(7, 2) * steps_that_fit
+        many = dataclasses.replace(limit, num_layers=3, max_bytes=limit.max_bytes + more)
+        assert TraceRecorder(path, {1: buffer(), 2: buffer()}, many).every == every
         recorder = TraceRecorder(path, {1: filled}, limit)
         assert recorder.every == every
         for step in range(1, 7):

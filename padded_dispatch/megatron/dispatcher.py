@@ -314,6 +314,12 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             "of three dimensions to Adam",
             "set PaddedOptions(experts='module')",
         )
+        if self._logs and hasattr(self.experts.linear_fc1.weight, "__fsdp_param__"):
+            log_once(
+                "checkpoints of Megatron-FSDP cannot hold packed experts; to save or load any, set "
+                "PaddedOptions(experts='module')",
+                logging.WARNING,
+            )
         says = self._logs and self.configs.in_training and not config.fits
         if says and self._chunk is not None and self.store:
             num_tokens, num_calls = len(tokens_TD), self._chunk.num_calls

@@ -217,6 +217,9 @@ class _Loop:
         """Log one step."""
         run, step = self._run, given["iteration"]
         if run is not None:
+            if not given.get("skipped_iter"):  # Megatron exports what comes first as the loss.
+                for name, loss in given["loss_dict"].items():
+                    given["total_loss_dict"].setdefault(name, torch.zeros_like(loss))
             run.before_log(
                 given["total_loss_dict"],
                 step,
@@ -283,9 +286,11 @@ def record_routing(
         "start before layers are captured, because a graph holds what is recorded",
         "set cuda_graph_warmup_steps to 1 or more",
     )
-    parts = getattr(next(iter(layers.values())).config, "mlp_chunks_for_training", None) or 1
-    rule = "be 1 with a trace, which has a record of each layer and micro-batch"
-    require(parts == 1, "mlp_chunks_for_training", parts, rule, "leave out one of the two")
+    model: Any = next(iter(layers.values())).config
+    for name, once in (("mlp_chunks_for_training", 1), ("mtp_use_repeated_layer", False)):
+        times = getattr(model, name, None) or once
+        rule = f"be {once} with a trace, which has a record of each layer and micro-batch"
+        require(times == once, name, times, rule, "leave out one of the two")
     buffers = {}
     for number, layer in layers.items():
         dispatch = layer.token_dispatcher.dispatch_config
@@ -301,6 +306,7 @@ def record_routing(
     config, collectives = dispatcher.dispatch_config, dispatcher.exchange.kind == "alltoall"
     num_sources = dispatcher.ep_size * dispatcher.tp_size
     group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
+    num_layers = model.num_layers + (model.mtp_num_layers or 0)
     recording = Recording(
         num_experts=config.num_experts,
         num_ranks=num_sources,
@@ -310,6 +316,8 @@ def record_routing(
         strikes=config.policy if collectives else None,
         every=every,
         num_steps=num_steps,
+        # Not of this rank: another stage, which may have more, must record the same steps.
+        num_layers=-(-num_layers // model.pipeline_model_parallel_size),
         max_bytes=_TRACE_BYTES,
     )
     name = f"rank-{dist.get_rank():05d}-step-"

@@ -292,8 +292,11 @@ def require_own_weights(chunks: list[Any], optimizer: Any) -> None:
         names = "model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"
         groups = (itertools.chain(*getattr(part, name, ())) for name in names)
         for weight, own, main in zip(*groups, strict=True):
+            if id(weight) in stacked and main is None:  # A precision-aware optimizer keeps it.
+                main = part.optimizer.state.get(own, {}).get("master_param")
+            known = main is not None and main.dtype == torch.float32  # Else the lower half of it.
             require(
-                id(weight) not in stacked or main is None or torch.equal(own, main.to(own)),
+                id(weight) not in stacked or not known or torch.equal(own, main.to(own)),
                 "optimizer",
                 "those of other experts",
                 "hold the weights of the packed experts, and so must the checkpoint's buffers",

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.distributed import DeviceMesh, _coalescing_manager
 
-from padded_dispatch.megatron import PaddedOptions
+from padded_dispatch.megatron import PaddedOptions, dispatcher
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.experts import require_weights_stay
 from padded_dispatch.utils.patches import Patches
@@ -144,24 +144,30 @@ def workers_end(pool2: WorkerPool) -> Iterator[None]:
     pool2.end()
 
 
-def _train(strategy: str, ep: int) -> dict[str, list[float]]:
-    with megatron("cpu", expert_model_parallel_size=ep), fsdp_on_cpu():
+def _train(strategy: str, ep: int) -> dict[str, Any]:
+    said: list[str] = []
+    with megatron("cpu", expert_model_parallel_size=ep), fsdp_on_cpu(), Patches() as patches:
+        patches.set(dispatcher, "log_once", lambda line, *_: said.append(line))
         how = {"ep": ep, "steps": 4}
-        found = {"stock": losses("allgather", strategy, **how)}
+        found: dict[str, Any] = {"stock": losses("allgather", strategy, **how)}
         for experts in ("module", "packed"):
             found[experts] = losses("padded_alltoall", strategy, experts=experts, **how)
-        return found
+        return found | {"said": said}
 
 
 @pytest.mark.parametrize(
     ("strategy", "ep"), [("optim_grads_params", 1), ("optim_grads_params", 2), ("optim_grads", 2)]
 )
 def test_losses_are_those_of_stock(pool2, strategy, ep):
+    lines: list[str] = []
     for found in pool2.run(_train, strategy, ep):
         stock = found.pop("stock")
         assert stock[-1] < stock[0] - 0.1  # It learned its first tokens.
+        lines += found.pop("said")
         for experts, ours in found.items():
             assert ours == pytest.approx(stock, rel=1e-6), experts
+    (said,) = {line for line in lines if "FSDP" in line}
+    assert "cannot hold packed experts" in said and "experts='module'" in said
 
 
 def _said(captured: dict[str, Any], experts: str) -> str:

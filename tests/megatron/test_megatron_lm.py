@@ -166,7 +166,9 @@ def test_steps_are_repeated_and_retries_shown(loop):
     training = Training(CASE, on_overflow="retry")
     for number in (7, 8):
         step(loop, training, number)
-    loop.training_log({}, {}, 8, 0)
+    sums: dict[str, Any] = {}
+    loop.training_log({"lm loss": torch.ones(1)}, sums, 8, 0)
+    assert next(iter(sums)) == "lm loss"
     uninstall()
     first, second = loop.calls
     assert isinstance(first, Retry) and first is second
@@ -196,8 +198,18 @@ def test_weights_of_an_optimizer_that_are_in_another_order_are_refused(loop, mon
     main.copy_(main.unflatten(0, (tiny.NUM_EXPERTS, -1)).flip(0).flatten())
     install()
     given = forward, None, training.chunks, optimizer, None, training.config, training.schedule
-    with pytest.raises(ValueError, match=r"^optimizer must hold the weights of the packed experts"):
+    refused = r"^optimizer must hold the weights of the packed experts"
+    with pytest.raises(ValueError, match=refused):
         loop.train_step(*given)
+    for part in optimizer.chained_optimizers:  # A precision-aware optimizer has them elsewhere.
+        groups = zip(part.shard_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
+        for own, mains in groups:
+            part.optimizer.state |= {
+                weight: {"master_param": main} for weight, main in zip(own, mains, strict=True)
+            }
+            mains[:] = [None] * len(mains)
+    with pytest.raises(ValueError, match=refused):
+        require_own_weights(training.chunks, optimizer)
 
 
 @pytest.mark.parametrize("kind", ["stock", "dense"])
@@ -356,7 +368,11 @@ def test_what_cannot_be_traced(tmp_path):
         chunk[0].cuda_graphs = ["a graph"]
         with pytest.raises(ValueError, match=r"^trace must start before layers are captured"):
             record_routing([chunk], tmp_path, **sizes)
-        chunk = model(1)
-        chunk[0].config.mlp_chunks_for_training = 2
-        with pytest.raises(ValueError, match=r"^mlp_chunks_for_training must be 1 with a trace"):
-            record_routing([chunk], tmp_path, **sizes)
+        for name, value, only in (
+            ("mlp_chunks_for_training", 2, 1),
+            ("mtp_use_repeated_layer", True, False),
+        ):
+            chunk = model(1)
+            setattr(chunk[0].config, name, value)
+            with pytest.raises(ValueError, match=rf"^{name} must be {only} with a trace"):
+                record_routing([chunk], tmp_path, **sizes)
