@@ -80,6 +80,8 @@ class Counters:
         of_receiver: what the layout of a pass counts, by the names that `kernels.layout` has.
     """
 
+    demand_E: Tensor
+    kept_E: Tensor
     lost_tokens: Tensor
     num_positions: Tensor
     num_passes: Tensor
@@ -98,10 +100,9 @@ class Counters:
         num_totals = 2 * num_experts + len(SCALARS)
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
         self.max_need = torch.zeros((), dtype=torch.int64, device=device)
-        self.demand_E, self.kept_E = self.totals[: 2 * num_experts].view(2, num_experts)
-        self.kept_L = self.kept_E[rank * num_local : (rank + 1) * num_local]
-        for name, count in zip(SCALARS, self.totals[2 * num_experts :], strict=True):
+        for name, count in counts_in(self.totals).items():
             setattr(self, name, count)
+        self.kept_L = self.kept_E[rank * num_local : (rank + 1) * num_local]
         self.of_receiver = {"idle": self.idle_passes}
         if not self._of_cells:
             of_store = {"kept_L": self.kept_L, "num_again": self.num_again}
@@ -146,6 +147,14 @@ class Counters:
         return self.totals, self.max_need
 
 
+def counts_in(totals: Any) -> dict[str, Any]:
+    """Return the parts of `Counters.totals` by name, as views; also of rows of them, [..., W]."""
+    num_experts = (totals.shape[-1] - len(SCALARS)) // 2
+    scalars = {name: totals[..., 2 * num_experts + i] for i, name in enumerate(SCALARS)}
+    kept_E = totals[..., num_experts : 2 * num_experts]
+    return {"demand_E": totals[..., :num_experts], "kept_E": kept_E} | scalars
+
+
 def count_in_torch(
     totals: Tensor,
     max_need: Tensor,
@@ -159,17 +168,16 @@ def count_in_torch(
 
     Arguments and example: see `padded_dispatch.kernels.counters.count`.
     """
-    num_tokens, num_experts = asked_TE.shape
-    totals[:num_experts] += asked_TE.sum(0)
-    scalars = dict(zip(SCALARS, totals[2 * num_experts :], strict=True))
-    scalars["num_positions"] += num_tokens
-    scalars["num_passes"] += 1
-    scalars["num_slots"] += num_slots
+    counts = counts_in(totals)
+    counts["demand_E"] += asked_TE.sum(0)
+    counts["num_positions"] += len(asked_TE)
+    counts["num_passes"] += 1
+    counts["num_slots"] += num_slots
     goes_on_TE = asked_TE if kept_TE is None else kept_TE
-    scalars["num_unplaced"] += (goes_on_TE.sum(1) - top_k).clamp(min=0).sum()
+    counts["num_unplaced"] += (goes_on_TE.sum(1) - top_k).clamp(min=0).sum()
     if kept_TE is not None:
-        totals[num_experts : 2 * num_experts] += kept_TE.sum(0)
-        scalars["lost_tokens"] += (asked_TE.any(1) & ~kept_TE.any(1)).sum()
+        counts["kept_E"] += kept_TE.sum(0)
+        counts["lost_tokens"] += (asked_TE.any(1) & ~kept_TE.any(1)).sum()
     if demand_E is not None:
         torch.maximum(max_need, demand_E.max(), out=max_need)
 
@@ -294,21 +302,15 @@ def snapshot_of(
 
     `idle_passes_YR` stands for `idle_passes` among the totals, which does not name the rank.
     """
-    num_experts = (totals_YW.shape[1] - len(SCALARS)) // 2
-    scalars_WY = totals_YW[:, 2 * num_experts :].T
-    scalars: dict[str, Any] = {
-        f"{name}_Y": count_Y
-        for name, count_Y in zip(SCALARS, scalars_WY, strict=True)
-        if name != "idle_passes"
-    }
+    counts = counts_in(totals_YW)
     return Snapshot(
         layers_Y=np.array(layers, dtype=np.int64),
         top_k=top_k,
-        demand_YE=totals_YW[:, :num_experts],
-        kept_YE=totals_YW[:, num_experts : 2 * num_experts],
+        demand_YE=counts["demand_E"],
+        kept_YE=counts["kept_E"],
         max_need_Y=max_need_Y,
         idle_passes_YR=idle_passes_YR,
-        **scalars,
+        **{f"{name}_Y": counts[name] for name in SCALARS if name != "idle_passes"},
     )
 
 

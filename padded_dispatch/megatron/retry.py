@@ -13,8 +13,6 @@ kernels. What a step changes, and how it goes back:
   `moe_router_enable_expert_bias`) and sums that Megatron logs are copied before the step. Only the
   layers' counters stay as the first run left them: logs show what a step dropped.
 - Microbatches are recorded while the schedule reads them, and read again: `record`, `replay`.
-
-Letters: W numbers in `Counters.totals`, E experts.
 """
 
 import copy
@@ -35,7 +33,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from padded_dispatch.config import FIT, require
-from padded_dispatch.kernels import SCALARS
+from padded_dispatch.counters import counts_in
 from padded_dispatch.megatron.compat import found, graph_scopes, logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import counting_tensors, is_padded
@@ -122,12 +120,10 @@ class Retry:
             return torch.zeros(
                 (), dtype=torch.int64, device=next(self.chunks[0].parameters()).device
             )
-        totals_W = torch.stack([counters.totals for counters in self._counters]).sum(0)
-        num_experts = (len(totals_W) - len(SCALARS)) // 2
-        demand_E, kept_E = totals_W[: 2 * num_experts].view(2, num_experts)
-        dropped = demand_E.sum() + totals_W[2 * num_experts + SCALARS.index("num_unplaced")]
-        counts = counts_kept(self._layers[0].token_dispatcher)
-        return dropped - kept_E.sum() if counts else dropped
+        counts = counts_in(torch.stack([counters.totals for counters in self._counters]).sum(0))
+        dropped = counts["demand_E"].sum() + counts["num_unplaced"]
+        here = counts_kept(self._layers[0].token_dispatcher)
+        return dropped - counts["kept_E"].sum() if here else dropped
 
     def _dropped_since(self, before: Tensor) -> int:
         """Return the rows that all ranks have dropped since; waits for the device.

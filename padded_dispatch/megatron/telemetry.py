@@ -30,8 +30,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from padded_dispatch.counters import Ints, Snapshot, snapshot_of
-from padded_dispatch.kernels import SCALARS
+from padded_dispatch.counters import Ints, Snapshot, counts_in, snapshot_of
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import is_padded
@@ -279,14 +278,13 @@ class Reader:
     def _put(self, sums: Tensor, totals: Tensor) -> None:
         """Write the layers' totals, and their idle passes into this rank's column."""
         num_totals, dispatcher = self.shape.num_totals, self._dispatchers[0]
-        num_experts = (num_totals - len(SCALARS)) // 2
         rank = dist.get_rank(dispatcher.ep_group)
         totals = totals.view(2, -1, num_totals)
+        counts = counts_in(totals)
         if dispatcher.tp_rank == 0:
-            idle = totals[..., 2 * num_experts + SCALARS.index("idle_passes")]
-            sums[:, self._index, num_totals + rank] = idle
+            sums[:, self._index, num_totals + rank] = counts["idle_passes"]
         if not counts_kept(dispatcher):
-            totals[..., num_experts : 2 * num_experts] = 0
+            counts["kept_E"].zero_()
         if self._counts_here:
             sums[:, self._index, :num_totals] = totals
 
