@@ -25,10 +25,9 @@ from padded_dispatch.exchange.choose import Exchange, Wire, choose
 from padded_dispatch.experts import Call, ExpertWeights, padded
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.padded import ExpertInput, Sent
-from padded_dispatch.experts.store import Store, TakeRoom, fitting, scratch
+from padded_dispatch.experts.store import Store, room_of_pass
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import Selection, select
-from padded_dispatch.utils.phases import in_backward, trains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,15 +116,9 @@ class PaddedDispatcher:
             AbsentRanksError: on all ranks that wait, when one does not come.
         """
         _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, weights)
-        call = Call(wire=wire, take_room=self._rooms(len(tokens_TD)))
+        take_room = room_of_pass(self.config, len(tokens_TD), self.store, [self._number])
+        call = Call(wire=wire, take_room=take_room)
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
-
-    def _rooms(self, num_tokens: int) -> TakeRoom:
-        if self.config.fits:
-            return fitting
-        if in_backward() or not trains():
-            return partial(scratch, self.config, num_tokens)
-        return partial(self.store.take, [self._number], num_tokens)
 
     def dispatch(self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor) -> Dispatched:
         """Send rows to experts that read padded cells; the arguments and errors are those of `run`.

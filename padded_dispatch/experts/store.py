@@ -28,13 +28,14 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter, call
 
 import torch
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, require
-from padded_dispatch.utils.phases import is_capturing
+from padded_dispatch.utils.phases import in_backward, is_capturing, trains
 
 RUN_ONCE = (
     "backward must run once per forward pass of packed experts, which overwrites what the pass "
@@ -181,8 +182,7 @@ class Room:
                 entries.remove(mark)
 
 
-# Returns the room of the pass that begins, whose sources send `count_SL` rows: in a stack of a
-# store (`Store.take`), or memory of the pass itself (`scratch`, `fitting`).
+# Returns the room of the pass that begins, whose sources send `count_SL` rows: see `room_of_pass`.
 TakeRoom = Callable[[Tensor], Room]
 
 
@@ -275,6 +275,24 @@ def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Roo
         overwritten = any(end + rows > limit for rows in most[i + 1 :])
         rooms.append(Room(limit=limit, most=most[i], share=share, overwritten=overwritten))
     return tuple(rooms)
+
+
+def room_of_pass(
+    config: DispatchConfig, num_tokens: int, store: Store | None, numbers: Sequence[int]
+) -> TakeRoom:
+    """Return where rows of a pass may lie: in the store, if backward will need them.
+
+    Args:
+        config: of the pass.
+        num_tokens: T.
+        store: None keeps nothing.
+        numbers: see `Store.take`.
+    """
+    if config.fits:
+        return fitting
+    if store is None or in_backward() or not trains():
+        return partial(scratch, config, num_tokens)
+    return partial(store.take, numbers, num_tokens)
 
 
 def scratch(config: DispatchConfig, num_tokens: int, count_SL: Tensor) -> Room:

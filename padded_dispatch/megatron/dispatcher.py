@@ -22,7 +22,7 @@ rank, P slots of a source on the wire, D hidden size, N rows of this rank's expe
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Wire, choose
 from padded_dispatch.experts import Call, padded
 from padded_dispatch.experts.padded import Sent
-from padded_dispatch.experts.store import Buffers, Store, TakeRoom, fitting, scratch
+from padded_dispatch.experts.store import Buffers, Store, room_of_pass
 from padded_dispatch.megatron.chunks import Chunk, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import check_config, check_pipeline, log_once, padded_options
@@ -50,7 +50,7 @@ from padded_dispatch.megatron.experts import (
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.router import Selector
 from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
-from padded_dispatch.utils.phases import in_backward, trains
+from padded_dispatch.utils.phases import trains
 
 # The tensors of `Plan`; experts and places keep the shape that the tokens came in.
 _PLAN_TENSORS = "expert_SBK", "place_SBK", "kept_E"
@@ -293,6 +293,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     packed = True
     kept_inputs = "moe_dispatch", "mlp", "moe_combine"
     _chunk: Chunk | None = None  # Lives as long as its layers.
+    _numbers: Sequence[int] = ()  # of its calls in the store
 
     def _set_layer(self, number: int) -> None:
         super()._set_layer(number)
@@ -349,24 +350,15 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         """Let the experts know the pass; return tokens [T, D], rows [E] and probabilities."""
         config, tokens_TD = self.configs.now, hidden_states.flatten(0, -2)
         assert self.kept_E is not None
+        weights = self.experts.linear_fc1.weight, self.experts.linear_fc2.weight
+        has_gradients = any(given.requires_grad for given in (tokens_TD, probs, *weights))
+        store = self.store if self.configs.in_training and has_gradients else None
         self.experts.call = Call(
             wire=self._start(config, tokens_TD),
-            take_room=self._take_room(config, tokens_TD, probs),
+            take_room=room_of_pass(config, len(tokens_TD), store, self._numbers),
             counters=self._counters_now(),
         )
         return tokens_TD, self.kept_E, probs
-
-    def _take_room(self, config: DispatchConfig, tokens_TD: Tensor, prob_TK: Tensor) -> TakeRoom:
-        """Return where the rows of a pass may lie: in the store, if backward will need them."""
-        num_tokens = len(tokens_TD)
-        if config.fits:
-            return fitting
-        if self.store and self.configs.in_training and trains() and not in_backward():
-            fc1, fc2 = self.experts.linear_fc1.weight, self.experts.linear_fc2.weight
-            has_gradients = tokens_TD.requires_grad or prob_TK.requires_grad
-            if has_gradients or fc1.requires_grad or fc2.requires_grad:
-                return partial(self.store.take, self._numbers, num_tokens)
-        return partial(scratch, config, num_tokens)
 
 
 class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):

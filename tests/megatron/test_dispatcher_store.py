@@ -86,8 +86,8 @@ def rooms_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(owner, name, lambda *args: found.append(name) or make(*args))
 
     note(store.Store, "take")
-    note(dispatcher, "scratch")
-    note(dispatcher, "fitting")
+    note(store, "scratch")
+    note(store, "fitting")
     return found
 
 
