@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-# The function that reads a command's line, the one that runs it, and its help. Reading takes no
-# torch: `--help` and a typo end there, before the command is imported.
+# The function that reads a command's line, the one that runs what it returns, and its help. Reading
+# takes no torch: `--help` and a typo end there, before the command is imported.
 _COMMANDS = {
     "train": (
         "train.arguments:read",
@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     _ignore_expected_warnings()
     try:
         reader, command, _ = _COMMANDS[name]
-        _function(reader)(rest)
-        return _function(command)(rest)
+        given = _function(reader)(rest)
+        return _function(command)(given)
     except ValueError as error:
         sys.stderr.write(f"padded-dispatch {name}: {error}\n")
         return 2

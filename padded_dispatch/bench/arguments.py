@@ -39,7 +39,7 @@ def with_defaults(given: argparse.Namespace) -> argparse.Namespace:
 
 
 def read_bench(argv: list[str]) -> argparse.Namespace:
-    """Return the flags of `padded-dispatch bench`."""
+    """Return the flags of `padded-dispatch bench`, and the line as `command`."""
     parser = Parser(
         prog="padded-dispatch bench",
         usage="padded-dispatch bench [FLAGS]",
@@ -118,4 +118,6 @@ def read_bench(argv: list[str]) -> argparse.Namespace:
         "--out", type=Path, help="results file to write; each row is added when measured"
     )
     kept.add_argument("--commit", help="commit of the code, for the results")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    given.command = " ".join(["padded-dispatch bench", *argv])
+    return given

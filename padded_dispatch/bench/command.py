@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from padded_dispatch.bench.arguments import read_bench, with_defaults
+from padded_dispatch.bench.arguments import with_defaults
 from padded_dispatch.bench.cases import CONTENDERS, MODELS, Case, sweep
 from padded_dispatch.bench.layer import RoutedLayer, build, stock_flags
 from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
@@ -42,26 +42,25 @@ _FIGURES = (
 )
 
 
-def main(argv: list[str]) -> int:
+def main(given: argparse.Namespace) -> int:
     """Run the benchmark; return 0 when every case was measured, 1 when one failed.
 
     Raises:
-        ValueError: for mistakes in `argv`, before any worker starts.
+        ValueError: for mistakes in the flags, before any worker starts.
         SystemExit: see `start_workers`.
     """
-    settings = parse(argv)
+    settings = resolve(given)
     succeeded = start_workers(work, (settings,), num_workers=settings.workers)
     return 0 if succeeded else 1
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the flags of a command line, `cases`, and the line as `command`.
+def resolve(given: argparse.Namespace) -> argparse.Namespace:
+    """Return flags with all defaults, and `cases`.
 
     Raises:
         ValueError: names the option, its rule, its value and the fix.
-        SystemExit: for `--help` and for mistakes that argparse finds.
     """
-    given = with_defaults(read_bench(argv))
+    given = with_defaults(given)
     flags = {"skew": "--skews", "capacity_factor": "--capacity-factors"}
     with errors_name_flags(given, **flags):
         _check(given)
@@ -78,7 +77,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
         rule = "run with the given --ep"
         require(given.cases, "contenders", given.contenders, rule, "give an --ep of 2 or more")
-    given.command = " ".join(["padded-dispatch bench", *argv])
     return given
 
 

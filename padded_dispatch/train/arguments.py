@@ -64,11 +64,6 @@ def read(argv: list[str], command: str = "train") -> argparse.Namespace:
     return made.parse_args(argv)
 
 
-def parse(argv: list[str]) -> Settings:
-    """Return the settings that the command line of `train` asks for."""
-    return resolve(read(argv))
-
-
 def resolve(arguments: argparse.Namespace) -> Settings:
     """Return the settings of flags that `read` returned; this imports torch, to count GPUs.
 

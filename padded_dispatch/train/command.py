@@ -9,6 +9,7 @@ so that a drift of the machine shows in every contender. What would stop a run i
 worker starts. If one fails all the same, new processes train those after it.
 """
 
+import argparse
 import contextlib
 import gc
 import itertools
@@ -17,19 +18,19 @@ import sys
 from typing import Any
 
 from padded_dispatch.config import require
-from padded_dispatch.train.arguments import padded_flags, parse, read_compare, resolve
+from padded_dispatch.train.arguments import padded_flags, resolve
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.utils import launch
 
 
-def train(argv: list[str]) -> int:
+def train(given: argparse.Namespace) -> int:
     """Train; return 0 if the loss fell or there was one step only, 1 if it did not fall.
 
     Raises:
         ValueError: a mistake in the flags, found before any worker starts.
         SystemExit: see `start_workers`.
     """
-    settings = parse(argv)
+    settings = resolve(given)
     outcome = _start([settings], [_header(settings)])
     first, last = outcome.rows[0].loss, outcome.last_loss
     if last is None:
@@ -39,15 +40,15 @@ def train(argv: list[str]) -> int:
     return 0 if last < first else 1
 
 
-def compare(argv: list[str]) -> int:
-    """Train every contender; return 0 when all have finished.
+def compare(given: tuple[int, list[tuple[str, argparse.Namespace]]]) -> int:
+    """Train every contender; return 0 when all have finished. `given`: see `read_compare`.
 
     Raises:
         ValueError: a mistake in any contender's flags, found before any worker starts.
         SystemExit: see `start_workers`; with code 1 once all others have finished.
     """
-    repeats, contenders = read_compare(argv)
-    runs = [resolve(given) for _, given in contenders]
+    repeats, contenders = given
+    runs = [resolve(flags) for _, flags in contenders]
     first = runs[0].layout
     for settings in runs:
         layout, fix = settings.layout, "give them before the first --vs"

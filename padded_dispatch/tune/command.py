@@ -45,14 +45,12 @@ def read(argv: list[str]) -> argparse.Namespace:
     return made.parse_args(argv)
 
 
-def main(argv: list[str]) -> int:
-    """Tune, and return the exit code.
+def main(given: argparse.Namespace) -> int:
+    """Tune as the flags say, and return the exit code.
 
     Raises:
         ValueError: a wrong flag or a broken trace; names it and what to change.
-        SystemExit: for `--help` and for errors that argparse finds.
     """
-    given = read(argv)
     with errors_name_flags(given):
         return _tune(given)
 

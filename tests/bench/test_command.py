@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from padded_dispatch.bench import command
+from padded_dispatch.bench.arguments import read_bench
 from padded_dispatch.bench.cases import Case
-from padded_dispatch.bench.command import main, parse
 from padded_dispatch.bench.layer import build, stock_flags
 from padded_dispatch.bench.measure import Passes, batches
 from padded_dispatch.megatron import install, uninstall
@@ -20,6 +20,14 @@ from tests.support.tiny import only_worker
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--ep", "1", "--iterations", "1"]
+
+
+def main(flags):
+    return command.main(read_bench(flags))
+
+
+def parse(flags):
+    return command.resolve(read_bench(flags))
 
 
 def _case(**changes):

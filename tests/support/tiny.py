@@ -17,6 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from padded_dispatch.megatron import PaddedOptions, padded_spec, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.train.arguments import read, resolve
+from padded_dispatch.train.settings import Settings
 from tests.support.pool import end_groups, shared_groups
 
 NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 16
@@ -117,3 +119,8 @@ def only_worker() -> Iterator[None]:
         uninstall()
         parallel_state.destroy_model_parallel()
         end_groups()
+
+
+def parse(flags: list[str]) -> Settings:
+    """Return the settings that a command line of `padded-dispatch train` asks for."""
+    return resolve(read(flags))

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from padded_dispatch.megatron.options import PaddedOptions
-from padded_dispatch.train.arguments import parse, read_compare
+from padded_dispatch.train.arguments import read_compare
 from padded_dispatch.train.settings import PRESETS, Dispatch, Layout, Output, Recipe, flag
+from tests.support.tiny import parse
 
 
 @pytest.fixture(autouse=True)

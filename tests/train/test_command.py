@@ -9,11 +9,15 @@ import pytest
 from megatron.core import parallel_state
 
 from padded_dispatch.train import command
-from padded_dispatch.train.command import compare
+from padded_dispatch.train.arguments import read, read_compare
 from padded_dispatch.train.loop import Outcome
 from tests.support.tiny import only_worker
 
 SMALL = "--steps 2 --seq-length 24 --micro-batch 3"
+
+
+def compare(flags: str) -> int:
+    return command.compare(read_compare(flags.split()))
 
 
 def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
@@ -24,7 +28,7 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
         only_worker(),
         patch.object(parallel_state, "initialize_model_parallel", wraps=make_groups) as groups,
     ):
-        assert compare(f"{flags} --vs --capacity-factor 2 0.5 --vs --deterministic".split()) == 0
+        assert compare(f"{flags} --vs --capacity-factor 2 0.5 --vs --deterministic") == 0
     assert groups.call_count == 1
     (run,) = json.loads(path.read_text())["runs"]
     rows = run["rows"]
@@ -50,7 +54,7 @@ def test_a_contender_that_fails_leaves_the_rows_of_all_others(tmp_path, capfd):
     fails = "--vs --padded-on-overflow error --padded-capacity-pool expert --capacity-factor 0.5"
     flags = f"{SMALL} --device cpu --workers 1 --out {path} {fails} --vs --seed 1 2 {fails}"
     with pytest.raises(SystemExit, match="1"):
-        compare(flags.split())
+        compare(flags)
     (run,) = json.loads(path.read_text())["runs"]
     assert [row["seed"] for row in run["rows"]] == [1, 2]
     found = capfd.readouterr()
@@ -64,7 +68,7 @@ def test_train_says_whether_the_loss_fell(monkeypatch, capsys, losses, code):
     rows: Any = [SimpleNamespace(loss=loss) for loss in losses]
     outcome = Outcome(rows=rows, evaluations={})
     monkeypatch.setattr(command, "_start", lambda runs, titles: outcome)
-    assert command.train(["--device", "cpu"]) == code
+    assert command.train(read(["--device", "cpu"])) == code
     said = {0: "loss fell from 5.00 to 4.00\n", 1: "loss did not fall: it went from 4.00 to 5.00\n"}
     assert capsys.readouterr().out == (said[code] if len(losses) > 1 else "")
 
@@ -98,4 +102,4 @@ def test_mistakes_are_found_before_there_are_workers(tmp_path, flags, message):
         patch("padded_dispatch.utils.launch.start_workers", None),
         pytest.raises(ValueError, match=message),
     ):
-        compare(f"{SMALL} {flags}".split())
+        compare(f"{SMALL} {flags}")

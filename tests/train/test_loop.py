@@ -23,11 +23,11 @@ from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.trace import load_traces
 from padded_dispatch.train import loop
-from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.loop import Outcome
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.replay import replay
 from tests.support.pool import WorkerPool, shared_groups
+from tests.support.tiny import parse
 from tests.train.test_model import on_a_gpu
 
 # By (step, layer): rows asked for at this rank's tokens, rows that this rank counts as kept, and

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.counters import Counters
-from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.metrics import Mark, Meter, Row, Step
 from tests.support.threads import run_on_threads
+from tests.support.tiny import parse
 
 CPU = torch.device("cpu")
 # 4 sequences of 25 bytes.

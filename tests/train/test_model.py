@@ -9,9 +9,9 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from padded_dispatch.train.arguments import parse
 from padded_dispatch.train.model import TorchAdam, fp8_fields, fusions, graph_fields, learning_rate
 from padded_dispatch.train.settings import PRESETS, Settings
+from tests.support.tiny import parse
 
 SCOPES = (
     "cuda_graph_modules"

@@ -24,7 +24,7 @@ def tune(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(flags: str) -> tuple[str, str]:
-        assert command.main(flags.split()) == 0
+        assert command.main(command.read(flags.split())) == 0
         return capsys.readouterr().out, (tmp_path / "tune.html").read_text()
 
     return run
