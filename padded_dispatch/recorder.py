@@ -2,7 +2,7 @@
 
     for number, layer in ...:                   # before anything is captured
         buffers[number] = RoutingBuffer(...)
-        layer.router.selector.observers.append(buffers[number])
+        layer.token_dispatcher.observers.append(buffers[number])
     recorder = TraceRecorder(path, buffers, ...)
     for step in ...:
         train()

@@ -22,7 +22,7 @@ rank, P slots of a source on the wire, D hidden size, N rows of this rank's expe
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from padded_dispatch.config import NO_DROP, DispatchConfig, kept_tokens, require
-from padded_dispatch.counters import Counters
+from padded_dispatch.counters import Counters, RoutingObserver
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Wire, choose
 from padded_dispatch.experts import Call, padded
@@ -48,7 +48,6 @@ from padded_dispatch.megatron.experts import (
     require_weights_stay,
 )
 from padded_dispatch.megatron.layer_configs import LayerConfigs
-from padded_dispatch.megatron.router import Selector
 from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
 from padded_dispatch.utils.phases import trains
 
@@ -71,6 +70,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         chosen: what the options came to, by name.
         store: where the rows of training passes lie, with those of other layers; None if each pass
             has memory of its own.
+        observers, eval_observers: what the router calls with each selection in training passes, and
+            in evaluation mode. CUDA graphs capture the calls, so append before.
+        see_pass: what the router calls with the input of each training pass, before it runs.
         kept_inputs: nodes of Megatron's combined schedule whose inputs must not be freed.
 
     Raises:
@@ -79,6 +81,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     packed = False
     store: Store | None = None
+    see_pass: Callable[[Tensor], None] | None = None
     kept_inputs: tuple[str, ...] = ("moe_dispatch", "mlp")
     expert_SBK: Tensor | None
     place_SBK: Tensor | None
@@ -117,6 +120,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         rank = self.ep_group.rank()
         self.counters = Counters(self.configs.training, device, rank=rank)
         self.eval_counters = Counters(self.configs.evaluation, device, rank=rank)
+        self.observers: list[RoutingObserver] = [self.counters]
+        self.eval_observers: list[RoutingObserver] = [self.eval_counters]
         self.shared_overlap: SharedExpertOverlap | None = None
         self.expert_SBK = self.place_SBK = self.kept_E = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
@@ -146,19 +151,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             return None
         return config.share(1) if self.store is None else self.store.num_shares(1)
 
-    @property
-    def selector(self) -> Selector:
-        """The values that this layer's router needs."""
-        return Selector(
-            configs=self.configs,
-            agreement=self.agreement,
-            observers=[self.counters],
-            eval_observers=[self.eval_counters],
-            numbered=self._set_layer,
-        )
-
-    def _set_layer(self, number: int) -> None:
-        """Take the layer's number in the model."""
+    def set_layer(self, number: int) -> None:
+        """Take the layer's number in the model, once its router has it."""
         self.agreement.name_layer(number)
         self.configs.find_factors(number)
 
@@ -295,8 +289,9 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     _chunk: Chunk | None = None  # Lives as long as its layers.
     _numbers: Sequence[int] = ()  # of its calls in the store
 
-    def _set_layer(self, number: int) -> None:
-        super()._set_layer(number)
+    def set_layer(self, number: int) -> None:
+        """Join the chunk whose layers share a store, too."""
+        super().set_layer(number)
         self.experts.in_fp8 = in_fp8(self.config, number)
         if self._chunk is None:
             training = partial(getattr, self.configs, "training")

@@ -77,9 +77,9 @@ def build(
         dispatcher.set_shared_experts(layer.shared_experts)
     dispatcher.experts = layer.experts
     layer.token_dispatcher = dispatcher
-    select_after_counting(layer.router, dispatcher.selector)
+    select_after_counting(layer.router, dispatcher)
     if config.cuda_graph_impl == "none":  # Else the guard sees replays, too.
-        layer.router.selector.passed.append(functools.partial(watch.see_pass, layer))
+        dispatcher.see_pass = functools.partial(watch.see_pass, layer)
 
 
 class _EqualsMoELayer(type(MoELayer)):

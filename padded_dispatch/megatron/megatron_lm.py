@@ -300,7 +300,7 @@ def record_routing(
             top_k=dispatch.top_k,
             device=layer.router.weight.device,
         )
-        layer.router.selector.observers.append(buffers[number])
+        layer.token_dispatcher.observers.append(buffers[number])
     folder.mkdir(parents=True, exist_ok=True)
     dispatcher = next(iter(layers.values())).token_dispatcher
     config, collectives = dispatcher.dispatch_config, dispatcher.exchange.kind == "alltoall"

@@ -14,9 +14,7 @@ Letters: T tokens on this rank; K experts per token; E experts in all; D hidden 
 """
 
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,11 +23,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from padded_dispatch.config import FIT, require
-from padded_dispatch.counters import RoutingObserver
-from padded_dispatch.exchange.agreement import Agreement, Values, agree_on_shapes
+from padded_dispatch.exchange.agreement import Values, agree_on_shapes
 from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import settings_of
-from padded_dispatch.megatron.layer_configs import LayerConfigs
+from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.routing.select import select
 from padded_dispatch.utils.phases import require_first_derivatives, trains
 
@@ -37,30 +34,7 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _GATING = TopKRouter.gating  # Others may patch it later.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selector:
-    """The parts of a layer that its router needs to cut its map to capacity.
-
-    `observers` are called in training passes, `eval_observers` in evaluation mode; an observer of
-    both is in both lists. A CUDA graph captures the calls, so append observers before the capture.
-
-    Attributes:
-        configs: configs of the layer.
-        agreement: over its groups.
-        numbered: called with the layer's number in the model, once it is known.
-        passed: called with the input of each training pass, before it runs.
-        observers, eval_observers: see above.
-    """
-
-    configs: LayerConfigs
-    agreement: Agreement
-    numbered: Callable[[int], None]
-    passed: list[Callable[[Tensor], None]] = field(default_factory=list)
-    observers: list[RoutingObserver] = field(default_factory=list)
-    eval_observers: list[RoutingObserver] = field(default_factory=list)
-
-
-def select_after_counting(router: Any, selector: Selector) -> None:
+def select_after_counting(router: Any, dispatcher: PaddedAlltoAllTokenDispatcher) -> None:
     """Turn a Megatron TopKRouter (or a subclass) into one that selects after it has counted.
 
     Raises:
@@ -74,30 +48,30 @@ def select_after_counting(router: Any, selector: Selector) -> None:
         "give the layer's spec such a router",
     )
     router.__class__ = _combined(type(router))
-    router.attach(selector)
+    router.attach(dispatcher)
 
 
 class SelectAfterCounting(TopKRouter):
     """A router that counts the map that the tokens asked for, and returns the map that is kept.
 
-    `selector`: capacity, agreement and observers of the layer.
+    `dispatcher`: that of the layer.
     """
 
-    selector: Selector
+    dispatcher: PaddedAlltoAllTokenDispatcher
     _settings: Values | None
 
-    def attach(self, selector: Selector) -> None:
+    def attach(self, dispatcher: PaddedAlltoAllTokenDispatcher) -> None:
         """Set the attributes of this class."""
         self._settings = None
-        self.selector = selector
-        selector.configs.router = self
+        self.dispatcher = dispatcher
+        dispatcher.configs.router = self
         if self.layer_number is not None:
-            selector.numbered(number_in_model(self))
+            dispatcher.set_layer(number_in_model(self))
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the number, and tell the dispatcher."""
         super().set_layer_number(layer_number)
-        self.selector.numbered(number_in_model(self))
+        self.dispatcher.set_layer(number_in_model(self))
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Compare shapes over the ranks, then run `TopKRouter.forward`.
@@ -105,13 +79,13 @@ class SelectAfterCounting(TopKRouter):
         This is the layer's first step, so ranks that differ raise before any exchange. Evaluation
         that fits takes another T on each rank, as Megatron's dynamic engine has it.
         """
-        configs, tokens_TD = self.selector.configs, input.flatten(0, -2)
+        configs, tokens_TD = self.dispatcher.configs, input.flatten(0, -2)
         config = configs.now
         if self._settings is None:  # Options and Megatron's fields are read once.
             self._settings = settings_of(self.config)
         captures = self.config.cuda_graph_impl == "transformer_engine"
         agree_on_shapes(
-            self.selector.agreement,
+            self.dispatcher.agreement,
             config,
             tokens_TD,
             # Beside the settings, whether a rank raises later, with its peers in the exchange.
@@ -127,8 +101,8 @@ class SelectAfterCounting(TopKRouter):
         )
         if self.training:
             configs.check_controlled()
-            for called in self.selector.passed:
-                called(input)
+            if self.dispatcher.see_pass is not None:
+                self.dispatcher.see_pass(input)
         num_tokens = tokens_TD.shape[0]
         require(
             padding_mask is None or padding_mask.numel() == num_tokens,
@@ -186,7 +160,7 @@ class SelectAfterCounting(TopKRouter):
             fields[name] = factor
         if padding_mask is not None:
             map_TE = map_TE & ~padding_mask.reshape(-1, 1)
-        config, num_tokens = self.selector.configs.now, map_TE.shape[0]
+        config, num_tokens = self.dispatcher.configs.now, map_TE.shape[0]
         require(
             not (config.fits and capturing()),
             "capacity_factor",
@@ -198,8 +172,8 @@ class SelectAfterCounting(TopKRouter):
         capacity = config.capacity(num_tokens) if selects else num_tokens
         selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
         # Each pass is counted once: recompute runs the router twice.
-        observers = self.selector.observers if trains() else []
-        for observer in observers if self.training else self.selector.eval_observers:
+        observers = self.dispatcher.observers if trains() else []
+        for observer in observers if self.training else self.dispatcher.eval_observers:
             observer.observe(map_TE, probs_TE.detach(), selection)
         return selection.probs_TE, selection.kept_TE
 

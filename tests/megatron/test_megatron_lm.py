@@ -257,7 +257,7 @@ def test_figures_of_a_line_are_those_of_the_steps_since_the_last_one(loop, caplo
     training = Training(CASE)
     counts = {n: HostCount() for n in (1, 2)}
     for number, layer in padded_moe_layers(training.chunks).items():
-        layer.router.selector.observers.append(counts[number])
+        layer.token_dispatcher.observers.append(counts[number])
     shares = []
 
     def note(step: int) -> None:

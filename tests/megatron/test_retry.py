@@ -85,7 +85,7 @@ class DropCount:
 def count_drops(training: Training) -> dict[int, DropCount]:
     counts = {number: DropCount() for number in padded_moe_layers(training.chunks)}
     for number, layer in padded_moe_layers(training.chunks).items():
-        layer.router.selector.observers.append(counts[number])
+        layer.token_dispatcher.observers.append(counts[number])
     return counts
 
 

@@ -53,7 +53,7 @@ def test_the_router_returns_the_selection_of_its_map(policy):
     assert torch.equal(kept_TE, expected.kept_TE) and not torch.equal(kept_TE, map_TE)
     assert torch.equal(probs_TE != 0, kept_TE)
     torch.testing.assert_close(probs_TE, expected.probs_TE)
-    assert torch.equal(route.selector.observers[0].demand_E, map_TE.sum(0))
+    assert torch.equal(route.dispatcher.observers[0].demand_E, map_TE.sum(0))
     for result in (probs_TE, expected.probs_TE):
         (result * torch.arange(1.0, 1 + result.numel()).view_as(result)).sum().backward()
     assert given.grad is not None and by_hand.grad is not None and given.grad.any()
@@ -64,7 +64,7 @@ def test_the_router_drops_nothing_where_rows_share_a_store():
     route = router(options=PaddedOptions(experts="packed"), moe_expert_capacity_factor=0.25)
     probs_TE, map_TE = route(tokens())
     assert map_TE.sum(0).tolist() == [T, T, 0, 0] and torch.equal(probs_TE != 0, map_TE)
-    [counters] = route.selector.observers
+    [counters] = route.dispatcher.observers
     assert counters.demand_E.tolist() == [T, T, 0, 0]
     assert not counters.kept_E.any()  # Receivers count.
 
@@ -93,7 +93,7 @@ def _disagreements() -> dict[str, str]:
         with torch.set_grad_enabled(not other):
             differ("gradients are enabled is True on rank 0, False on rank 1", made())
         controlled = made()
-        controlled.selector.configs.controlled = other
+        controlled.dispatcher.configs.controlled = other
         differ("layer has a Telemetry is False on rank 0, True on rank 1", controlled)
         graphed = made(**layer_graphs("moe_router"))
         mask = torch.zeros(1, T, dtype=torch.bool) if other else None
@@ -119,7 +119,7 @@ def test_recompute_is_counted_once_and_evaluation_separately():
     with torch.no_grad():  # the first pass of recompute
         route(tokens())
     route(tokens())
-    [counters], [eval_counters] = route.selector.observers, route.selector.eval_observers
+    [counters], [eval_counters] = route.dispatcher.observers, route.dispatcher.eval_observers
     assert counters.demand_E.tolist() == [T, T, 0, 0]
     assert counters.kept_E.tolist() == [3, 3, 0, 0]
     assert (counters.num_slots.item(), counters.num_passes.item()) == (12, 1)
@@ -172,7 +172,7 @@ def test_the_router_reads_the_layers_config_but_sees_no_factor(monkeypatch):
 
 def test_a_router_of_another_kind_is_refused():
     with pytest.raises(ValueError, match=r"router must be a TopKRouter .* got 'Linear'"):
-        select_after_counting(torch.nn.Linear(1, 1), router().selector)
+        select_after_counting(torch.nn.Linear(1, 1), router().dispatcher)
 
 
 def test_the_class_keeps_its_names():
@@ -243,8 +243,8 @@ def test_a_router_that_computes_its_own_logits_has_its_own_gradients(monkeypatch
     if patched:
         monkeypatch.setattr(TopKRouter, "gating", Cooler.gating)
     else:
-        selector, route.__class__ = route.selector, Cooler
-        select_after_counting(route, selector)
+        dispatcher, route.__class__ = route.dispatcher, Cooler
+        select_after_counting(route, dispatcher)
     route.gating(same).backward(grad)
     assert torch.equal(same.grad, given.grad) and torch.equal(route.weight.grad, expected)
 

@@ -59,8 +59,8 @@ class HostCount:
 
 def watch(layer: Any) -> tuple[HostCount, HostCount]:
     counts = HostCount(), HostCount()
-    layer.router.selector.observers.append(counts[0])
-    layer.router.selector.eval_observers.append(counts[1])
+    layer.token_dispatcher.observers.append(counts[0])
+    layer.token_dispatcher.eval_observers.append(counts[1])
     return counts
 
 
