@@ -48,7 +48,6 @@ from padded_dispatch.train.settings import Layout, Settings
 from padded_dispatch.utils.launch import show
 
 _EVALUATION_PASSES = 32
-_TELEMETRY_EVERY = 10  # steps between two checks of drops, at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +125,9 @@ def train(settings: Settings, device: torch.device) -> Outcome:
     with megatron_state(settings):
         meter = Meter(settings, device)
         trainer = _build(settings, device)
-        meter.count(moe_layers(trainer.chunks))
         outcome = _run(trainer, meter)
-        meter.write(outcome.rows, outcome.evaluations)
+        pool = _chosen(trainer.chunks).get("capacity_pool")
+        meter.write(outcome.rows, outcome.evaluations, pool)
         if trainer.graphs:
             trainer.graphs.delete()  # Process groups cannot be destroyed while graphs exist.
         release(trainer.chunks)
@@ -177,36 +176,36 @@ def _run(trainer: Trainer, meter: Meter) -> Outcome:
     settings, output = trainer.settings, trainer.settings.output
     ours = settings.dispatch.dispatcher == "padded_alltoall"
     # It warns of drops, or raises, as `on_overflow` says.
-    every = max(output.log_every, _TELEMETRY_EVERY)
-    telemetry = Telemetry(trainer.chunks, every=every) if ours else None
+    telemetry = Telemetry(trainer.chunks, every=output.log_every) if ours else None
     tracer, rows, evaluations = _tracer(trainer), [], {}
     for number in range(1, output.steps + 1):
         meter.add(trainer.step(number))
-        if number == 1:
-            _show_choice(trainer.chunks)
+        if number == 1 and (chosen := _chosen(trainer.chunks)):
+            show(", ".join(f"{name}: {value}" for name, value in chosen.items()))
         if tracer:
             tracer.step(number)
-        last = number == output.steps
-        if number == 1 or last or number % output.log_every == 0:
-            rows.append(meter.read(learning_rate(settings.recipe.lr, number, output.steps)))
-            show(rows[-1].line(output.steps))
         if telemetry:
             telemetry.step()
+        last, dropped = number == output.steps, None
+        if number == 1 or last or number % output.log_every == 0:
+            if telemetry:
+                counts = telemetry.finish() or telemetry.read()
+                dropped = counts.training.figures().get("dropped")
+            lr = learning_rate(settings.recipe.lr, number, output.steps)
+            rows.append(meter.read(lr, dropped))
+            show(rows[-1].line(output.steps))
         if output.eval_every and (last or number % output.eval_every == 0):
             evaluations[number] = trainer.evaluate()
             show(f"step {number} | held-out loss {evaluations[number]:.4f}")
     if tracer:
         tracer.close()
-    if telemetry:
-        telemetry.read()
     return Outcome(rows=rows, evaluations=evaluations)
 
 
-def _show_choice(chunks: list[Any]) -> None:
-    """Show what the options came to in the first MoE layer."""
-    for layer in moe_layers(chunks)[:1]:
-        if chosen := getattr(layer.token_dispatcher, "chosen", None):
-            show(", ".join(f"{name}: {value}" for name, value in chosen.items()))
+def _chosen(chunks: list[Any]) -> dict[str, str]:
+    """Return what the options came to in the first MoE layer; nothing without ours."""
+    dispatchers = [layer.token_dispatcher for layer in moe_layers(chunks)]
+    return getattr(dispatchers[0], "chosen", {}) if dispatchers else {}
 
 
 def _tracer(trainer: Trainer) -> TraceRecorder | None:

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.counters import Counters
 from padded_dispatch.exchange import symmetric_memory
-from padded_dispatch.megatron.telemetry import counts_kept
 from padded_dispatch.train.model import fusions
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.utils.results import about, append_run
@@ -120,38 +118,26 @@ class Meter:
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings, self._device = settings, device
-        self._counters: list[tuple[Counters, bool]] = []
-        self._pool: str | None = None
-        self._seen = torch.zeros(2, dtype=torch.float64, device=device)
         self._steps: list[Step] = []
         self._losses: list[Tensor] = []
         self._num_read = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
-    def count(self, layers: list[Any]) -> None:
-        """Show the counters of this rank's MoE layers in rows, where their dispatchers count."""
-        dispatchers = [layer.token_dispatcher for layer in layers]
-        ours = [dispatcher for dispatcher in dispatchers if hasattr(dispatcher, "counters")]
-        self._counters = [(dispatcher.counters, counts_kept(dispatcher)) for dispatcher in ours]
-        self._pool = ours[0].dispatch_config.capacity_pool if ours else None
-
     def add(self, step: Step) -> None:
         """Record a step."""
         self._steps.append(step)
         self._losses.append(_sums(step.losses, self._device))
 
-    def read(self, lr: float) -> Row:
-        """Return the figures since the last call, the same on all ranks; waits for the device."""
+    def read(self, lr: float, dropped: float | None) -> Row:
+        """Return the figures since the last call, the same on all ranks; waits for the device.
+
+        `lr`, `dropped`: as in the row.
+        """
         first, self._num_read = self._num_read, len(self._steps)
-        now = torch.zeros_like(self._seen)
-        for counters, here in self._counters:
-            now += torch.stack((counters.demand_E.sum(), here * counters.kept_E.sum()))
-        losses = torch.stack(self._losses[first:]).sum(0)
-        sums = torch.cat((losses, now - self._seen))
-        self._seen = now
+        sums = torch.stack(self._losses[first:]).sum(0)
         dist.all_reduce(sums)
-        loss_sum, num_losses, demand, kept = sums.tolist()
+        loss_sum, num_losses = sums.tolist()
         steps = self._steps[first:]
         step_ms = statistics.mean(step.start.ms_until(step.done) for step in steps)
         retried = [step.retried for step in steps if step.retried is not None]
@@ -161,12 +147,12 @@ class Meter:
             lr=lr,
             step_ms=step_ms,
             tokens_per_s=_tokens(self._settings) / step_ms * 1e3,
-            dropped=1 - kept / demand if demand else None,
+            dropped=dropped,
             retried=sum(retried) if retried else None,
         )
 
-    def write(self, rows: list[Row], evaluations: dict[int, float]) -> None:
-        """Append the run as one row to its results file.
+    def write(self, rows: list[Row], evaluations: dict[int, float], pool: str | None) -> None:
+        """Append the run as one row to its results file; `pool`: which rows shared room.
 
         `loss` has every step; `step` and `dropped` are those of the lines of progress, and times
         are of the second half of the steps.
@@ -182,7 +168,7 @@ class Meter:
         ms, on_gpu = statistics.median(samples), self._device.type == "cuda"
         row = {
             **_identity(self._settings),
-            "pool": self._pool,
+            "pool": pool,
             "ms": ms,
             "samples_ms": samples,
             "host_ms": statistics.median(step.host_ms for step in steady),

@@ -1,13 +1,10 @@
 """Figures over all ranks: sums of losses and counts, and times."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from padded_dispatch.config import DispatchConfig
-from padded_dispatch.counters import Counters
 from padded_dispatch.train.metrics import Mark, Meter, Row, Step
 from tests.support.threads import run_on_threads
 from tests.support.tiny import parse
@@ -17,16 +14,6 @@ CPU = torch.device("cpu")
 FLAGS = ["--device", "cpu", "--workers", "2", "--micro-batch", "2", "--seq-length", "25"]
 
 
-def counted(demand: list[int], kept: list[int]) -> Any:
-    config = DispatchConfig(num_experts=2, top_k=1)
-    counters = Counters(config, CPU)
-    counters.demand_E += torch.tensor(demand)
-    counters.kept_E += torch.tensor(kept)
-    dispatcher = SimpleNamespace(counters=counters, dispatch_config=config)
-    dispatcher.configs = SimpleNamespace(training=config)
-    return SimpleNamespace(token_dispatcher=dispatcher)
-
-
 def step(losses: list[float], start_s: float, end_s: float, retried: bool | None = None) -> Step:
     start, done = (Mark(host_s=s, event=None) for s in (start_s, end_s))
     tensors = [torch.tensor(loss) for loss in losses]
@@ -34,24 +21,21 @@ def step(losses: list[float], start_s: float, end_s: float, retried: bool | None
 
 
 def _rows() -> list[Row]:
-    """Return rows of two ranks with two layers; the second rank has no losses."""
+    """Return rows of two ranks; the second has no losses."""
     first = dist.get_rank() == 0
-    layers = [counted([5, 3], [4, 3]), counted([2, 6], [2, 4])]
     meter = Meter(parse(FLAGS), CPU)
-    meter.count([*layers, SimpleNamespace(token_dispatcher=SimpleNamespace())])
     meter.add(step([1.0, 2.0] if first else [], 10.0, 11.0, retried=True))
     meter.add(step([4.0, 5.0] if first else [], 20.0, 23.0, retried=False))
-    rows = [meter.read(0.5)]
-    layers[0].token_dispatcher.counters.demand_E += 1
+    rows = [meter.read(0.5, 0.25)]
     meter.add(step([7.0] if first else [], 30.0, 31.0))
-    return [*rows, meter.read(0.25)]
+    return [*rows, meter.read(0.25, None)]
 
 
-def test_rows_sum_over_layers_and_ranks():
+def test_rows_sum_over_steps_and_ranks():
     first: Any = {"step": 2, "loss": 3.0, "lr": 0.5, "step_ms": 2000.0, "tokens_per_s": 50.0}
-    first |= {"dropped": 1 - 13 / 16, "retried": 1}
+    first |= {"dropped": 0.25, "retried": 1}
     second: Any = {"step": 3, "loss": 7.0, "lr": 0.25, "step_ms": 1000.0, "tokens_per_s": 100.0}
-    second |= {"dropped": 1.0, "retried": None}
+    second |= {"dropped": None, "retried": None}
     assert run_on_threads(2, _rows) == [[Row(**first), Row(**second)]] * 2
 
 
