@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -23,6 +24,7 @@ from padded_dispatch.config import (
     is_positive,
     require,
 )
+from padded_dispatch.utils.flags import errors_name_flags, flag
 
 CapacityPool = Literal["auto", "store", "expert"]
 Experts = Literal["auto", "module", "packed"]
@@ -222,7 +224,7 @@ def add_arguments(
             continue
         default = getattr(_DEFAULTS, option.name)
         group.add_argument(
-            flag_of(option.name),
+            flag(f"padded_{option.name}"),
             *([f"--{option.name}"] if option.name in bare else []),
             type=_parser(option.metadata.get("read", type(default))),
             default=default,
@@ -233,9 +235,16 @@ def add_arguments(
 
 
 def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
-    """Return the options that `add_arguments`' flags were set to."""
+    """Return the options that `add_arguments`' flags were set to; errors name the flag."""
     given, names = vars(arguments), [option.name for option in dataclasses.fields(PaddedOptions)]
-    return PaddedOptions(**{n: given[f"padded_{n}"] for n in names if f"padded_{n}" in given})
+    with padded_flags():
+        return PaddedOptions(**{n: given[f"padded_{n}"] for n in names if f"padded_{n}" in given})
+
+
+def padded_flags() -> AbstractContextManager[None]:
+    """Let errors name the flag of an option in place of the option."""
+    names = [option.name for option in dataclasses.fields(PaddedOptions)]
+    return errors_name_flags(argparse.Namespace(), **{n: flag(f"padded_{n}") for n in names})
 
 
 def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -251,11 +260,6 @@ def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(words) from None
 
     return parse
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of an option."""
-    return f"--padded-{name.replace('_', '-')}"
 
 
 _DEFAULTS = PaddedOptions()

@@ -13,12 +13,11 @@ The command line is read before torch is imported.
 import argparse
 import contextlib
 import importlib
-import re
 import runpy
 import sys
 from pathlib import Path
 
-from padded_dispatch.megatron.options import PaddedOptions, add_arguments, flag_of, from_arguments
+from padded_dispatch.megatron.options import PaddedOptions, add_arguments, from_arguments
 
 
 def main() -> None:
@@ -61,8 +60,7 @@ def read(argv: list[str]) -> tuple[PaddedOptions, str, list[str]]:
     try:
         return from_arguments(given), script, arguments
     except ValueError as error:
-        # Name the flag that the error is about, instead of the option.
-        parser.error(re.sub(r"^\w+", lambda name: flag_of(name[0]), str(error)))
+        parser.error(str(error))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,15 +9,12 @@ import dataclasses
 import itertools
 import math
 import os
-from contextlib import AbstractContextManager
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.options import (
-    PaddedOptions,
     add_arguments,
-    flag_of,
     from_arguments,
 )
 from padded_dispatch.train.settings import (
@@ -29,9 +26,8 @@ from padded_dispatch.train.settings import (
     Preset,
     Recipe,
     Settings,
-    flag,
 )
-from padded_dispatch.utils.flags import Parser, errors_name_flags
+from padded_dispatch.utils.flags import Parser, flag
 
 _SEPARATOR = "--vs"
 _GROUPS = (Recipe, Dispatch, Layout, Output)
@@ -75,8 +71,7 @@ def resolve(arguments: argparse.Namespace) -> Settings:
     layout = Layout(**_layout_defaults(preset, given) | _of(Layout, given))
     drops = given.get("dispatcher", DROPPING[0]) in DROPPING
     defaults: dict[str, Any] = {"capacity_factor": 1.25 if drops else None}
-    with padded_flags():
-        dispatch = Dispatch(**defaults | _of(Dispatch, given), padded=from_arguments(arguments))
+    dispatch = Dispatch(**defaults | _of(Dispatch, given), padded=from_arguments(arguments))
     steps = given.get("steps", preset.steps)
     micro_batch = given.get("micro_batch", preset.micro_batch)
     defaults = {
@@ -94,12 +89,6 @@ def resolve(arguments: argparse.Namespace) -> Settings:
         layout=layout,
         output=Output(**{"steps": steps} | _of(Output, given)),
     )
-
-
-def padded_flags() -> AbstractContextManager[None]:
-    """Let errors name the flag of a padded option."""
-    flags = {option.name: flag_of(option.name) for option in dataclasses.fields(PaddedOptions)}
-    return errors_name_flags(argparse.Namespace(), **flags)
 
 
 def _layout_defaults(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ import sys
 from typing import Any
 
 from padded_dispatch.config import require
-from padded_dispatch.train.arguments import padded_flags, resolve
+from padded_dispatch.megatron.options import padded_flags
+from padded_dispatch.train.arguments import resolve
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.utils import launch
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.options import PaddedOptions, to_plain
+from padded_dispatch.utils.flags import flag
 from padded_dispatch.utils.results import require_folder
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
@@ -32,11 +33,6 @@ _STOCK_GRAPHS: dict[DispatcherName, tuple[Graph, ...]] = {
     "alltoall-drop-pad": ("none", "partial", "layer"),
 }
 VOCABULARY = 256  # bytes
-
-
-def flag(name: str) -> str:
-    """Return the flag of a field: `--num-layers` for `num_layers`."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _option(text: str, default: Any = dataclasses.MISSING) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from padded_dispatch.tune.recommend import Study
+from padded_dispatch.utils.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ def blocks(study: Study, *, per_layer: bool = False) -> tuple[Block, Block]:
         'pretrain_gpt.py "${ARGS[@]}"',
         "--moe-token-dispatcher-type padded_alltoall",
         f"--moe-expert-capacity-factor {factor}",
-        *(f"--padded-{name.replace('_', '-')} {_text(value)}" for name, value in given.items()),
+        *(f"{flag(f'padded_{name}')} {_text(value)}" for name, value in given.items()),
     ]
     lines = [
         "from padded_dispatch.megatron import PaddedOptions, install",

@@ -45,6 +45,11 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
+def flag(field: str) -> str:
+    """Return the flag of a field: `--num-layers` for `num_layers`."""
+    return f"--{field.replace('_', '-')}"
+
+
 @contextmanager
 def errors_name_flags(given: argparse.Namespace, **flags: str) -> Iterator[None]:
     """Replace the field at the start of an error, "FIELD must ...", by the flag that sets it.
@@ -60,7 +65,7 @@ def errors_name_flags(given: argparse.Namespace, **flags: str) -> Iterator[None]
     except ValueError as error:
         field, must, rest = str(error).partition(" must ")
         name = field.removeprefix("num_")
-        flag = flags.get(field) or (f"--{name.replace('_', '-')}" if name in vars(given) else None)
-        if must and flag:
-            raise ValueError(f"{flag} must {rest}") from error
+        found = flags.get(field) or (flag(name) if name in vars(given) else None)
+        if must and found:
+            raise ValueError(f"{found} must {rest}") from error
         raise

@@ -8,7 +8,8 @@ import pytest
 
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.train.arguments import read_compare
-from padded_dispatch.train.settings import PRESETS, Dispatch, Layout, Output, Recipe, flag
+from padded_dispatch.train.settings import PRESETS, Dispatch, Layout, Output, Recipe
+from padded_dispatch.utils.flags import flag
 from tests.support.tiny import parse
 
 
