@@ -72,8 +72,7 @@ def _tune(given: argparse.Namespace) -> int:
     sizes = None
     if given.hidden_size is not None:
         sizes = LayerSizes(hidden_size=given.hidden_size, ffn_size=given.ffn_size)
-    trace = _load(given)
-    demand = demand_of(trace)
+    demand = demand_of(_load(given))
     if sizes is not None:
         sizes = replace(sizes, num_layers=given.store_layers or len(demand.layers))
     found = study(
@@ -81,9 +80,7 @@ def _tune(given: argparse.Namespace) -> int:
         given.drop,
         name=", ".join(path.name for path in given.traces),
         pools=(given.pool,) if given.pool else POOLS,
-        etp=trace.etp_size,
         store_layers=given.store_layers,
-        strikes=trace.strikes,
         sizes=sizes,
     )
     sys.stdout.write(f"{report.summary(found, given.report)}\n")

@@ -20,9 +20,9 @@ class Demand:
 
     `num_tokens` (T), `top_k` (K): of a source in a pass. `steps`: [passes]. `layers`: [layers],
     their numbers, ascending. `counts`: [passes, layers, sources, experts], rows before anything is
-    dropped. `trace`: what was counted, None where only counts are known. `pool`: the traced run's
-    `capacity_pool`, None if it is not known. `missing`: a warning about ranks without a trace, or
-    nothing.
+    dropped. `etp`: ranks that split every expert between them; each of them is a source. `trace`:
+    what was counted, None where only counts are known. `pool`: the traced run's `capacity_pool`,
+    None if it is not known. `missing`: a warning about ranks without a trace, or nothing.
     """
 
     num_tokens: int
@@ -30,6 +30,7 @@ class Demand:
     steps: NDArray[np.int64]
     layers: NDArray[np.int32]
     counts: NDArray[np.integer]
+    etp: int = 1
     trace: Trace | None = None
     pool: CapacityPool | None = None
     missing: str = ""
@@ -59,6 +60,7 @@ def demand_of(trace: Trace) -> Demand:
         steps=steps,
         layers=np.unique(trace.layers),
         counts=_counted(trace, trace.ids_NTK),
+        etp=trace.etp_size,
         trace=trace,
         pool=trace.capacity_pool,
         missing=missing_ranks(trace),

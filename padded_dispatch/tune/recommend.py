@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -246,7 +245,7 @@ def study(
     name: str,
     pools: Sequence[CapacityPool] = POOLS,
     sizes: LayerSizes | None = None,
-    **given: Any,
+    store_layers: int | None = None,
 ) -> Study:
     """Replay the demand with each kind of pool, and recommend one.
 
@@ -259,12 +258,13 @@ def study(
         name: of the trace, for titles.
         pools: kinds to compare, "expert" first.
         sizes: of the layer, for costs.
-        given: further arguments of `replay`.
+        store_layers: see `replay`.
 
     Raises:
         ValueError: names the argument, its value and what to change.
     """
-    answers = {pool: recommend(replay(demand, pool=pool, **given), drop) for pool in pools}
+    replays = {pool: replay(demand, pool=pool, store_layers=store_layers) for pool in pools}
+    answers = {pool: recommend(replayed, drop) for pool, replayed in replays.items()}
     chosen = min(answers.values(), key=lambda answer: answer.overall.factor)
     return Study(
         name=name,

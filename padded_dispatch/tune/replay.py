@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import CapacityPool, DispatchConfig, Policy, require
+from padded_dispatch.config import CapacityPool, DispatchConfig, require
 from padded_dispatch.tune.demand import Demand, most_tokens, strike
 
 POOLS: tuple[CapacityPool, ...] = ("expert", "store")
@@ -68,23 +68,20 @@ def replay(
     factors: Sequence[float] | None = None,
     *,
     pool: CapacityPool = "expert",
-    etp: int = 1,
     store_layers: int | None = None,
-    strikes: Policy | None = None,
 ) -> Replay:
     """Replay a demand at every capacity factor of `factors`.
+
+    Where the traced run's collectives struck tokens, those of a source for one rank past
+    `DispatchConfig.wire_slots` are lost to a store.
 
     Args:
         demand: the rows asked for.
         factors: each above 0, in any order; the result has them in ascending order. None takes a
             grid that ends with a factor that drops nothing, see `grid`.
         pool: what has room, see the module's docstring.
-        etp: ranks that split every expert between them; each of them is a source.
         store_layers: consecutive layers that share a store, which are those of a model chunk of
             one pipeline stage; None: all.
-        strikes: whether to drop what collectives cannot send to a store, and by which
-            `moe_token_drop_policy`: tokens of a source for one rank past
-            `DispatchConfig.wire_slots`.
 
     Raises:
         ValueError: names the argument, its value and what to change.
@@ -94,10 +91,9 @@ def replay(
     store_layers = num_layers if store_layers is None else store_layers
     rule = f"be from 1 to the trace's {num_layers} layers"
     require(1 <= store_layers <= num_layers, "store_layers", store_layers, rule)
-    trace, config = demand.trace, _config(demand, 1.0, pool, etp)
-    require(strikes is None or trace, "strikes", strikes, "be None for counts without a trace")
-    if pool == "expert" or config.num_ranks == 1:
-        strikes = None  # Cells always have slots on the wire.
+    trace, config = demand.trace, _config(demand, 1.0, pool)
+    crosses = pool == "store" and config.num_ranks > 1  # Cells always have slots on the wire.
+    strikes = trace.strikes if trace and crosses else None
     stacks = [slice(i, i + store_layers) for i in range(0, num_layers, store_layers)]
     steps, step_of_pass = np.unique(demand.steps, return_inverse=True)
     needed, needed_alone = _needed(demand, config, stacks)
@@ -106,7 +102,7 @@ def replay(
         needed = np.maximum(needed, crossing / (demand.num_tokens * demand.top_k))
     factors = sorted(map(float, grid(float(needed.max())) if factors is None else factors))
     require(len(factors) >= 1, "factors", factors, "hold at least one factor")
-    configs = tuple(_config(demand, factor, pool, etp) for factor in factors)
+    configs = tuple(_config(demand, factor, pool) for factor in factors)
     asked = demand.counts.sum((2, 3), dtype=np.int64)
     room, kept, lost = [], [], [0] * len(configs)
     for i, config in enumerate(configs):
@@ -159,8 +155,8 @@ def grid(need: float) -> tuple[float, ...]:
     return (*(factor for factor in factors if factor < last), last)
 
 
-def _config(demand: Demand, factor: float, pool: CapacityPool, etp: int) -> DispatchConfig:
-    num_sources = demand.num_sources
+def _config(demand: Demand, factor: float, pool: CapacityPool) -> DispatchConfig:
+    num_sources, etp = demand.num_sources, demand.etp
     fix = "give the expert tensor parallel size of the run"
     rule = f"divide the {num_sources} sources of the trace"
     require(etp >= 1 and num_sources % etp == 0, "etp", etp, rule, fix)

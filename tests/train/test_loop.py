@@ -80,8 +80,7 @@ def assert_trace_says_the_same(
     trace = load_traces([folder])
     assert trace.capacity_pool is not None
     demand = demand_of(trace)
-    given = {"store_layers": store_layers, "etp": trace.etp_size, "strikes": trace.strikes}
-    found = replay(demand, [factor], pool=trace.capacity_pool, **given)
+    found = replay(demand, [factor], pool=trace.capacity_pool, store_layers=store_layers)
     assert found.dropped.sum() > 0  # Else the test would be weak.
     places = [
         (step, layer)

@@ -55,8 +55,7 @@ def test_the_exchange_of_the_traced_run_and_the_first_step(tune, tmp_path):
     save(trace, tmp_path / "trace.npy")
     printed, page = tune("trace.npy --from-step 15 --store-layers 1")
     last = trace.where(trace.steps >= 15)
-    given = {"etp": 2, "store_layers": 1, "strikes": "probs"}
-    found = study(demand_of(last), name="trace.npy", **given)
+    found = study(demand_of(last), name="trace.npy", store_layers=1)
     assert "of the 5 steps traced" in found.chosen.sentence()
     assert "6 experts, top-2, 2 source ranks of 40 tokens each" in " ".join(page.split())
     assert " ".join(printed.split()).startswith(found.chosen.sentence())

@@ -109,8 +109,9 @@ SIZES = dict(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts
 LAYER = LayerSizes(hidden_size=64, ffn_size=48)
 
 
-def studied(kind, *, ranks=2, **given):
-    trace = dataclasses.replace(synthetic_trace(kind, **SIZES), num_experts=16 + 2 - ranks)
+def studied(kind, *, ranks=2, etp=1, **given):
+    sizes = {"num_experts": 16 + 2 - ranks, "etp_size": etp}
+    trace = dataclasses.replace(synthetic_trace(kind, **SIZES), **sizes)
     return study(demand_of(trace), name="x", **given)
 
 

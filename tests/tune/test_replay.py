@@ -1,6 +1,7 @@
 """A replay equals the specification, pass by pass, and what was counted in a real run."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +63,8 @@ def demand(counts: list, *, num_tokens: int, top_k: int, steps: list[int] | None
 
 
 @st.composite
-def demands(draw: st.DrawFn) -> tuple[Demand, int, int]:
-    """Passes of a few layers, with the ranks of experts, and those that split each of them.
+def demands(draw: st.DrawFn) -> tuple[Demand, int]:
+    """Passes of a few layers, with the ranks of experts.
 
     Sources, also of padding alone, ask for any experts, so that ranks get from no row to all.
     """
@@ -76,7 +77,8 @@ def demands(draw: st.DrawFn) -> tuple[Demand, int, int]:
     scores = random.gumbel(size=(*shape, num_experts)) + popular
     chosen = scores >= np.sort(scores)[..., -top_k, None]
     chosen &= random.random((*shape, 1)) < draw(st.sampled_from([0.0, 0.8, 1.0]))
-    return demand(chosen.sum(3).tolist(), num_tokens=num_tokens, top_k=top_k), num_ranks, etp
+    asked = demand(chosen.sum(3).tolist(), num_tokens=num_tokens, top_k=top_k)
+    return replace(asked, etp=etp), num_ranks
 
 
 def kept(found: Replay, f: int) -> list[list[int]]:
@@ -87,25 +89,25 @@ def kept(found: Replay, f: int) -> list[list[int]]:
 @settings(max_examples=100)
 @given(demands(), st.sampled_from(FACTORS))
 def test_every_pass_is_what_the_specification_keeps(drawn, factor):
-    asked, num_ranks, etp = drawn
+    asked, num_ranks = drawn
     sizes = {"num_tokens": asked.num_tokens, "top_k": asked.top_k}
     slots = capacity(factor, num_experts=asked.num_experts, **sizes)
-    found = replay(asked, [factor], etp=etp)
+    found = replay(asked, [factor])
     assert found.room.tolist() == [slots]
     passes = asked.counts.tolist()
     assert kept(found, 0) == [kept_in_cells(counts, slots) for counts in passes]
-    found = replay(asked, [factor], pool="store", etp=etp)
+    found = replay(asked, [factor], pool="store")
     given = {"num_ranks": num_ranks, **sizes}
     assert kept(found, 0) == [kept_in_stores(counts, factor, **given) for counts in passes]
 
 
 @given(demands(), st.sampled_from(POOLS))
 def test_the_needed_factor_drops_nothing_and_a_smaller_one_something(drawn, pool):
-    asked, _, etp = drawn
-    assert replay(asked, pool=pool, etp=etp).dropped[-1].sum() == 0
-    needed = replay(asked, [1.0], pool=pool, etp=etp).needed
+    asked, _ = drawn
+    assert replay(asked, pool=pool).dropped[-1].sum() == 0
+    needed = replay(asked, [1.0], pool=pool).needed
     factors = sorted({*needed.tolist()} - {0.0}) or [1.0]
-    found = replay(asked, [x for need in factors for x in (need, need * 0.7)], pool=pool, etp=etp)
+    found = replay(asked, [x for need in factors for x in (need, need * 0.7)], pool=pool)
     drops = found.dropped.sum(1) > 0
     for factor, steps in zip(found.factors, drops, strict=True):
         assert not steps[needed <= factor].any()
@@ -206,7 +208,8 @@ def test_what_collectives_strike(policy):
         probs_TE = ((ids_TK[:, :, None] == np.arange(8)) * trace.probs_NTK[n][:, :, None]).sum(1)
         kept_TE = reference.strike(map_TE, probs_TE, num_slots=3, num_ranks=4, policy=policy)
         assert sent[0, 0, n].tolist() == kept_TE.sum(0).tolist()
-    found = replay(demand_of(trace), [0.4], pool="store", strikes=policy)
+    traced = demand_of(replace(trace, strikes=policy))
+    found = replay(traced, [0.4], pool="store")
     assert found.configs[0].wire_slots(9) == 4
     cut = strike(trace, 4, 4, policy)
     assert 0 < cut.sum() < found.asked.sum()
@@ -216,9 +219,7 @@ def test_what_collectives_strike(policy):
     share = percent(found.lost[0] / found.asked.sum())
     words = f"{share} are dropped, for want of slots between ranks or of room for a layer."
     assert words in recommend(found, 0.99).sentence()
-    assert replay(demand_of(trace), pool="store", strikes=policy).dropped[-1].sum() == 0
-    with pytest.raises(ValueError, match="strikes must be None for counts without a trace, got"):
-        replay(demand([[[[1]]]], num_tokens=1, top_k=1), [1.0], pool="store", strikes=policy)
+    assert replay(traced, pool="store").dropped[-1].sum() == 0
 
 
 def test_grid():
@@ -234,7 +235,6 @@ def test_grid():
         (dict(factors=[]), "factors must hold at least one"),
         (dict(factors=[math.nan]), "capacity_factor must .*, got nan"),
         (dict(pool="rank"), "pool must be one of expert, store, got 'rank'"),
-        (dict(etp=3), "etp must divide the 2 sources of the trace, got 3; give"),
         (dict(store_layers=0), "store_layers must be from 1 to the trace's 1 layers, got 0"),
     ],
 )
@@ -242,3 +242,9 @@ def test_wrong_arguments(arguments, message):
     trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1])
     with pytest.raises(ValueError, match=message):
         replay(demand_of(trace), **dict(factors=[1.0]) | arguments)
+
+
+def test_ranks_that_split_experts_divide_the_sources():
+    split = replace(demand_of(small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1])), etp=3)
+    with pytest.raises(ValueError, match="etp must divide the 2 sources of the trace, got 3; give"):
+        replay(split, [1.0])
