@@ -149,20 +149,18 @@ def agree_on_shapes(
     Raises as `Agreement.check` does, on all ranks.
     """
     num_tokens, hidden_size = tokens_TD.shape
-    sized = num_tokens and not config.fits
     agreement.check(
         # Without gradients on one rank alone, backward would wait for it.
         (
-            *vars(config).items(),
             *rules,
             ("gradients are enabled", torch.is_grad_enabled()),
             ("tokens need gradients", tokens_TD.requires_grad),
         ),
+        # All sizes follow from these.
         D=hidden_size,
         dtype=tokens_TD.dtype,
         T="any but 0" if any_tokens and num_tokens else num_tokens,
-        C=config.capacity(num_tokens) if sized else 0,
-        rows=config.rows(num_tokens) if sized else 0,
+        **vars(config),
         **shapes,
     )
     require_tokens(num_tokens)
