@@ -22,8 +22,7 @@ rank, P slots of a source on the wire, D hidden size, N rows of this rank's expe
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -412,18 +411,6 @@ def is_padded(module: Any) -> bool:
     return isinstance(getattr(module, "token_dispatcher", None), PaddedAlltoAllTokenDispatcher)
 
 
-@contextmanager
-def counts_put_back(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the counters and buffers of a model when the block ends."""
-    kept = [(tensor, tensor.clone()) for tensor in counting_tensors(model)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, copy in kept:
-                tensor.copy_(copy)
-
-
 def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
     """Yield the buffers of a model, and the counters of its padded layers."""
     yield from model.buffers()
@@ -432,3 +419,26 @@ def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
             dispatcher: Any = module.token_dispatcher
             yield from dispatcher.counters.tensors()
             yield from dispatcher.eval_counters.tensors()
+
+
+class Copies:
+    """The values of tensors when it is made, such as those of `counting_tensors`."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
+        self._copy(self._tensors, self._copies)
+
+    def restore(self) -> None:
+        """Set the tensors back to these values."""
+        self._copy(self._copies, self._tensors)
+
+    @torch.no_grad()
+    def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
+        """Copy in one launch for each dtype."""
+        pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+        for target, source in zip(targets, sources, strict=True):
+            pairs.setdefault(target.dtype, []).append((target, source))
+        for of_dtype in pairs.values():
+            to, given = zip(*of_dtype, strict=True)
+            torch._foreach_copy_(to, given)  # pyright: ignore[reportPrivateImportUsage]

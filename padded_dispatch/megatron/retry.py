@@ -36,7 +36,7 @@ from padded_dispatch.config import FIT, require
 from padded_dispatch.counters import counts_in
 from padded_dispatch.megatron.compat import found, graph_scopes, logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
-from padded_dispatch.megatron.dispatcher import counting_tensors, is_padded
+from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, is_padded
 from padded_dispatch.megatron.telemetry import counts_kept
 from padded_dispatch.utils.patches import Patches
 
@@ -99,7 +99,7 @@ class Retry:
         if num_dropped == 0:
             return results
         del results  # Free what the first run returned.
-        first = [tensor.clone() for counters in self._counters for tensor in counters.tensors()]
+        first = Copies(t for counters in self._counters for t in counters.tensors())
         before.restore()
         with without_graphs(self.chunks), dropping_nothing(self._layers):
             results = self._eager(**kwargs | {"data_iterator": replay(recorded)})
@@ -111,7 +111,7 @@ class Retry:
                 f"a repeated step must drop no row, got {still_dropped} dropped rows in step "
                 f"{self.num_steps}, which dropped {num_dropped} before; please report this defect"
             )
-        _copy_all([t for counters in self._counters for t in counters.tensors()], first)
+        first.restore()
         return results
 
     def _dropped(self) -> Tensor:
@@ -213,9 +213,7 @@ class _StepStart:
     def __init__(self, chunks: list[Any]) -> None:
         self._chunks = chunks
         self._random = RandomStates()
-        self._counts = [t for chunk in chunks for t in counting_tensors(chunk.module)]
-        self._copies = [torch.empty_like(tensor) for tensor in self._counts]
-        _copy_all(self._copies, self._counts)
+        self._counts = Copies(t for chunk in chunks for t in counting_tensors(chunk.module))
         self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
 
     @torch.no_grad()
@@ -223,20 +221,9 @@ class _StepStart:
         """Set everything that a step changes back, and clear the gradients."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        _copy_all(self._counts, self._copies)
+        self._counts.restore()
         put_logged_back(self._logged)
         self._random.restore()
-
-
-def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors, in one launch for each dtype."""
-    pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        pairs.setdefault(target.dtype, []).append((target, source))
-    with torch.no_grad():
-        for of_dtype in pairs.values():
-            to, given = zip(*of_dtype, strict=True)
-            torch._foreach_copy_(to, given)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextmanager

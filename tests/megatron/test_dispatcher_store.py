@@ -287,8 +287,10 @@ def test_the_first_gradient_of_a_step_is_stored():
             if by_ddp:
                 assert linear.sums(adds=False) is None
         for _ in range(num_passes):
-            with dispatcher.counts_put_back(made):  # The sums stay, and what is known of them.
-                ddp(tokens(15))[0].square().sum().backward()
+            # The sums stay, and what is known of them.
+            counts = dispatcher.Copies(dispatcher.counting_tensors(made))
+            ddp(tokens(15))[0].square().sum().backward()
+            counts.restore()
         found.append([linear.weight.main_grad.clone() for linear in linears])
     for once, twice, added in zip(*found, strict=True):
         assert once.any() and once.isfinite().all()

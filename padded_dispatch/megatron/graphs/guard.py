@@ -22,14 +22,13 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron import schedule, watch
@@ -42,7 +41,7 @@ from padded_dispatch.megatron.compat import (
     put_logged_back,
 )
 from padded_dispatch.megatron.config import is_ours
-from padded_dispatch.megatron.dispatcher import counting_tensors, counts_put_back, is_padded
+from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, is_padded
 from padded_dispatch.utils.patches import PATCHED, Patches
 
 # Values that a graph depends on, by the names that errors give.
@@ -58,7 +57,7 @@ _NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatche
 # What graphs depend on: as `_state_of_call`, or of `local` ones the padding mask and `state_of`.
 _captured: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
 # Copies of what layers had counted before Transformer Engine captured them, until the capture ends.
-_counted: WeakKeyDictionary[Any, list[tuple[Tensor, Tensor]]] = WeakKeyDictionary()
+_counted: WeakKeyDictionary[Any, Copies] = WeakKeyDictionary()
 
 _LAYER = "transformer.transformer_layer.TransformerLayer"
 _RUNNER = "transformer.cuda_graphs._CudaGraphRunner"
@@ -219,17 +218,15 @@ def _capture(layer: Any, capture: Callable[..., Any], *args: Any, **kwargs: Any)
     hidden_states = _hidden_states(args, kwargs)
     _captured[layer] = _state_of_call(layer, hidden_states, get_num_microbatches())
     if layer not in _counted:
-        _counted[layer] = [(tensor, tensor.clone()) for tensor in counting_tensors(layer)]
+        _counted[layer] = Copies(counting_tensors(layer))
     with schedule.captured(layer, hidden_states):
         return capture(*args, **kwargs)
 
 
-@torch.no_grad()
 def end_capture() -> None:
     """Put back what Transformer Engine's capture has counted, and free what it kept in stores."""
     for counted in _counted.values():
-        for tensor, copy in counted:
-            tensor.copy_(copy)
+        counted.restore()
     release_stores(list(_counted), captured=False)
     _counted.clear()
 
@@ -276,7 +273,9 @@ def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
         captured = runner.base_module  # Some have no config, a sampler for example.
         if not is_ours(getattr(captured, "config", None)):
             return create(runner, *args, **kwargs)
-        with counts_put_back(captured), Patches() as patches:
+        counted = Copies(counting_tensors(captured))
+        with ExitStack() as undo, Patches() as patches:
+            undo.callback(counted.restore)
             if FREES_GRAPH_INPUTS:
                 # All that a forward's capture gives back to this pool are buffers of inputs.
                 patches.set(found(_RECORD).tensor_reuse_pool, "insert", lambda buffer: None)
