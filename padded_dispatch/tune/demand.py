@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import CapacityPool, Policy
+from padded_dispatch.config import Policy
 from padded_dispatch.trace import Trace
 
 _MOST_NAMED = 8  # missing ranks
@@ -21,8 +21,7 @@ class Demand:
     `num_tokens` (T), `top_k` (K): of a source in a pass. `steps`: [passes]. `layers`: [layers],
     their numbers, ascending. `counts`: [passes, layers, sources, experts], rows before anything is
     dropped. `etp`: ranks that split every expert between them; each of them is a source. `trace`:
-    what was counted, None where only counts are known. `pool`: the traced run's `capacity_pool`,
-    None if it is not known. `missing`: a warning about ranks without a trace, or nothing.
+    what was counted, None where only counts are known.
     """
 
     num_tokens: int
@@ -32,8 +31,6 @@ class Demand:
     counts: NDArray[np.integer]
     etp: int = 1
     trace: Trace | None = None
-    pool: CapacityPool | None = None
-    missing: str = ""
 
     @property
     def num_sources(self) -> int:
@@ -62,8 +59,6 @@ def demand_of(trace: Trace) -> Demand:
         counts=_counted(trace, trace.ids_NTK),
         etp=trace.etp_size,
         trace=trace,
-        pool=trace.capacity_pool,
-        missing=missing_ranks(trace),
     )
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from padded_dispatch.config import CapacityPool, require
 from padded_dispatch.tune.cost import LayerSizes, balanced_drop, kept_bytes
-from padded_dispatch.tune.demand import Demand
+from padded_dispatch.tune.demand import Demand, missing_ranks
 from padded_dispatch.tune.replay import POOLS, Replay, replay
 
 _ALIKE = 1.1  # factors of two halves that differ by less are the same answer
@@ -103,7 +103,8 @@ class Recommendation:
 
     def warnings(self) -> list[str]:
         """Return the reasons to doubt the answer, in sentences."""
-        missing = self.replay.demand.missing
+        trace = self.replay.demand.trace
+        missing = missing_ranks(trace) if trace else ""
         found = [missing] if missing else []
         first, second = self.overall.halves
         if max(first, second) > _ALIKE * min(first, second):
@@ -266,10 +267,11 @@ def study(
     replays = {pool: replay(demand, pool=pool, store_layers=store_layers) for pool in pools}
     answers = {pool: recommend(replayed, drop) for pool, replayed in replays.items()}
     chosen = min(answers.values(), key=lambda answer: answer.overall.factor)
+    of_run = demand.trace.capacity_pool if demand.trace else None
     return Study(
         name=name,
         demand=demand,
         answers=tuple(answers.values()),
-        chosen=answers.get(demand.pool, chosen) if demand.pool else chosen,
+        chosen=answers.get(of_run, chosen) if of_run else chosen,
         sizes=sizes,
     )
