@@ -225,6 +225,11 @@ class DispatchConfig:
         return factor
 
 
+def row_bytes(fc1_width: float, element_size: int) -> float:
+    """Return the bytes that a row of a store has: fc1's result, its probability and its home."""
+    return fc1_width * element_size + 12
+
+
 def kept_tokens(num_sources: int, num_tokens: int, num_slots: int, *, direct: bool) -> int:
     """Return how many tokens a pass of T tokens and P slots keeps until backward.
 

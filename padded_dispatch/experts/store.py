@@ -45,7 +45,7 @@ RUN_ONCE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """The needs of backward of each row. Row n of each belongs together.
+    """The needs of backward of each row, `row_bytes` in all. Row n of each belongs together.
 
     Attributes:
         fc1_MG: fc1's result; backward overwrites it with its gradient.
@@ -56,11 +56,6 @@ class Buffers:
     fc1_MG: Tensor
     prob_M: Tensor
     home_M: Tensor
-
-    @staticmethod
-    def num_bytes(num_rows: int, fc1_width: int, element_size: int) -> int:
-        """Return the bytes of `num_rows` rows."""
-        return num_rows * (fc1_width * element_size + 12)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -30,13 +30,13 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig, kept_tokens, require
+from padded_dispatch.config import NO_DROP, DispatchConfig, kept_tokens, require, row_bytes
 from padded_dispatch.counters import Counters, RoutingObserver
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Wire, choose
 from padded_dispatch.experts import Call, padded
 from padded_dispatch.experts.padded import Sent
-from padded_dispatch.experts.store import Buffers, Store, room_of_pass
+from padded_dispatch.experts.store import Store, room_of_pass
 from padded_dispatch.megatron.chunks import Chunk, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import check_config, check_pipeline, log_once, padded_options
@@ -320,7 +320,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             num_tokens, num_calls = len(tokens_TD), self._chunk.num_calls
             rows, itemsize = self.store.num_rows(num_tokens), tokens_TD.element_size()
             width = self.experts.linear_fc1.weight.shape[1]
-            size = Buffers.num_bytes(rows, width, itemsize) / 2**30
+            size = rows * row_bytes(width, itemsize) / 2**30
             slots, direct = config.wire_slots(num_tokens), self.exchange.kind == "direct"
             kept = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)
             tokens = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30

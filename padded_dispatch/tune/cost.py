@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from padded_dispatch.config import DispatchConfig, kept_tokens, require
+from padded_dispatch.config import DispatchConfig, kept_tokens, require, row_bytes
 
 _ELEMENT_BYTES = 2  # bf16
-_BESIDE_BYTES = 12  # of a row: its probability and its home
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> in
     direct, slots = config.etp_size == 1 and config.num_sources <= 8, config.wire_slots(num_tokens)
     tokens = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)
     of_layer = choices + tokens * sizes.hidden_size * _ELEMENT_BYTES
-    return round(rows * (width * _ELEMENT_BYTES + _BESIDE_BYTES)) + sizes.num_layers * of_layer
+    return round(rows * row_bytes(width, _ELEMENT_BYTES)) + sizes.num_layers * of_layer
 
 
 def balanced_drop(*, num_tokens: int, top_k: int, num_experts: int, capacity: int) -> float:

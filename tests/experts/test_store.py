@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig
+from padded_dispatch.config import NO_DROP, DispatchConfig, row_bytes
 from padded_dispatch.experts import store as module
-from padded_dispatch.experts.store import Buffers, Room, Store, fitting, scratch
+from padded_dispatch.experts.store import Room, Store, fitting, scratch
 
 COUNT = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
 
@@ -176,7 +176,7 @@ def test_buffers_are_made_once_for_each_shape():
     assert room.buffers(9, 6, like) is found
     assert found.fc1_MG.shape == (80, 6)
     tensors: list[Tensor] = list(vars(found).values())
-    assert sum(tensor.nbytes for tensor in tensors) == Buffers.num_bytes(80, 6, 2)
+    assert sum(tensor.nbytes for tensor in tensors) == 80 * row_bytes(6, 2)
     assert room.buffers(7, 8, like) is not found
 
 
