@@ -195,6 +195,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.kept_E = plan.kept_E
         return tokens, choice_probs(probs, plan.expert_TK)
 
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Pass the experts' output on."""
+        return hidden_states
+
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Return every token's sum in the shape that the tokens came in: [S, B, D]."""
         assert self.expert_SBK is not None
@@ -261,24 +265,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
                 logging.WARNING,
             )
 
-    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Pass the tokens on, which experts send."""
-        if self.shared_overlap is not None:
-            self.shared_overlap.wait()
-            self.shared_overlap.fc1(None)  # The tokens are the layer's input: nothing moved yet.
-        return hidden_states, probs
-
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Pass the experts' output on."""
-        return hidden_states
-
-    def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Return the sum of every token's rows, [T, D], which experts return."""
-        if self.shared_overlap is not None:
-            self.shared_overlap.wait()
-            self.shared_overlap.fc2(hidden_states)
-        return hidden_states
-
 
 class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     """The dispatcher of `StackedExperts`: see the module's docstring."""
@@ -287,6 +273,36 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     kept_inputs = "moe_dispatch", "mlp", "moe_combine"
     _chunk: Chunk | None = None  # Lives as long as its layers.
     _numbers: Sequence[int] = ()  # of its calls in the store
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Pass the tokens on, which experts send."""
+        if self.shared_overlap is not None:
+            self.shared_overlap.wait()
+            self.shared_overlap.fc1(None)  # The tokens are the layer's input: nothing moved yet.
+        return hidden_states, probs
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Let the experts know the pass; return tokens [T, D], rows [E] and probabilities."""
+        config, tokens_TD = self.configs.now, hidden_states.flatten(0, -2)
+        assert self.kept_E is not None
+        weights = self.experts.linear_fc1.weight, self.experts.linear_fc2.weight
+        has_gradients = any(given.requires_grad for given in (tokens_TD, probs, *weights))
+        store = self.store if self.configs.in_training and has_gradients else None
+        self.experts.call = Call(
+            wire=self._start(config, tokens_TD),
+            take_room=room_of_pass(config, len(tokens_TD), store, self._numbers),
+            counters=self._counters_now(),
+        )
+        return tokens_TD, self.kept_E, probs
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Return the sum of every token's rows, [T, D], which experts return."""
+        if self.shared_overlap is not None:
+            self.shared_overlap.wait()
+            self.shared_overlap.fc2(hidden_states)
+        return hidden_states
 
     def set_layer(self, number: int) -> None:
         """Join the chunk whose layers share a store, too."""
@@ -337,22 +353,6 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
                 f"{tokens:.2f} GiB of tokens that arrived; what is dropped: "
                 f"{' and '.join(drops) or 'nothing'}"
             )
-
-    def dispatch_postprocess(
-        self, hidden_states: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Let the experts know the pass; return tokens [T, D], rows [E] and probabilities."""
-        config, tokens_TD = self.configs.now, hidden_states.flatten(0, -2)
-        assert self.kept_E is not None
-        weights = self.experts.linear_fc1.weight, self.experts.linear_fc2.weight
-        has_gradients = any(given.requires_grad for given in (tokens_TD, probs, *weights))
-        store = self.store if self.configs.in_training and has_gradients else None
-        self.experts.call = Call(
-            wire=self._start(config, tokens_TD),
-            take_room=room_of_pass(config, len(tokens_TD), store, self._numbers),
-            counters=self._counters_now(),
-        )
-        return tokens_TD, self.kept_E, probs
 
 
 class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
