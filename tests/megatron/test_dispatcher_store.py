@@ -287,8 +287,7 @@ def test_the_first_gradient_of_a_step_is_stored():
             if by_ddp:
                 assert linear.sums(adds=False) is None
         for _ in range(num_passes):
-            # The sums stay, and what is known of them.
-            counts = dispatcher.Copies(dispatcher.counting_tensors(made))
+            counts = dispatcher.Copies(dispatcher.counting_tensors(made))  # The sums stay.
             ddp(tokens(15))[0].square().sum().backward()
             counts.restore()
         found.append([linear.weight.main_grad.clone() for linear in linears])

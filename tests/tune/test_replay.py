@@ -63,8 +63,8 @@ def demand(counts: list, *, num_tokens: int, top_k: int, steps: list[int] | None
 
 
 @st.composite
-def demands(draw: st.DrawFn) -> tuple[Demand, int]:
-    """Passes of a few layers, with the ranks of experts.
+def demands(draw: st.DrawFn) -> Demand:
+    """Passes of a few layers.
 
     Sources, also of padding alone, ask for any experts, so that ranks get from no row to all.
     """
@@ -77,8 +77,7 @@ def demands(draw: st.DrawFn) -> tuple[Demand, int]:
     scores = random.gumbel(size=(*shape, num_experts)) + popular
     chosen = scores >= np.sort(scores)[..., -top_k, None]
     chosen &= random.random((*shape, 1)) < draw(st.sampled_from([0.0, 0.8, 1.0]))
-    asked = demand(chosen.sum(3).tolist(), num_tokens=num_tokens, top_k=top_k)
-    return replace(asked, etp=etp), num_ranks
+    return replace(demand(chosen.sum(3).tolist(), num_tokens=num_tokens, top_k=top_k), etp=etp)
 
 
 def kept(found: Replay, f: int) -> list[list[int]]:
@@ -88,8 +87,7 @@ def kept(found: Replay, f: int) -> list[list[int]]:
 
 @settings(max_examples=100)
 @given(demands(), st.sampled_from(FACTORS))
-def test_every_pass_is_what_the_specification_keeps(drawn, factor):
-    asked, num_ranks = drawn
+def test_every_pass_is_what_the_specification_keeps(asked, factor):
     sizes = {"num_tokens": asked.num_tokens, "top_k": asked.top_k}
     slots = capacity(factor, num_experts=asked.num_experts, **sizes)
     found = replay(asked, [factor])
@@ -97,13 +95,12 @@ def test_every_pass_is_what_the_specification_keeps(drawn, factor):
     passes = asked.counts.tolist()
     assert kept(found, 0) == [kept_in_cells(counts, slots) for counts in passes]
     found = replay(asked, [factor], pool="store")
-    given = {"num_ranks": num_ranks, **sizes}
+    given = {"num_ranks": asked.num_sources // asked.etp, **sizes}
     assert kept(found, 0) == [kept_in_stores(counts, factor, **given) for counts in passes]
 
 
 @given(demands(), st.sampled_from(POOLS))
-def test_the_needed_factor_drops_nothing_and_a_smaller_one_something(drawn, pool):
-    asked, _ = drawn
+def test_the_needed_factor_drops_nothing_and_a_smaller_one_something(asked, pool):
     assert replay(asked, pool=pool).dropped[-1].sum() == 0
     needed = replay(asked, [1.0], pool=pool).needed
     factors = sorted({*needed.tolist()} - {0.0}) or [1.0]
@@ -186,6 +183,8 @@ def test_a_trace_is_counted_by_pass_layer_and_source():
     by_step = replay(found, [1.0])
     assert by_step.steps.tolist() == [4, 9]
     assert by_step.asked.T.tolist() == [rows[:3].sum(0).tolist(), rows[3].tolist()]
+    with pytest.raises(ValueError, match="etp must divide the 2 sources of the trace, got 9; give"):
+        replay(replace(found, etp=9))
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
@@ -242,9 +241,3 @@ def test_wrong_arguments(arguments, message):
     trace = small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1])
     with pytest.raises(ValueError, match=message):
         replay(demand_of(trace), **dict(factors=[1.0]) | arguments)
-
-
-def test_ranks_that_split_experts_divide_the_sources():
-    split = replace(demand_of(small_trace(steps=[0, 0], layers=[0, 0], ranks=[0, 1])), etp=3)
-    with pytest.raises(ValueError, match="etp must divide the 2 sources of the trace, got 3; give"):
-        replay(split, [1.0])
