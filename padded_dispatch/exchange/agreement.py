@@ -84,7 +84,9 @@ class Agreement:
             return
         values = key + rules
         if values not in self._digests:
-            self._digests[values] = _digest(values)
+            digest = blake2b(_text(values), digest_size=16).digest()
+            first, second = (int.from_bytes(half, signed=True) for half in (digest[:8], digest[8:]))
+            self._digests[values] = first, second
         self._gather(self._digests[values], 2, values)
         self._compared.add(key)
 
@@ -168,12 +170,6 @@ def agree_on_shapes(
 
 def _text(values: Values) -> bytes:
     return json.dumps([(name, str(value)) for name, value in values]).encode()
-
-
-def _digest(values: Values) -> tuple[int, int]:
-    digest = blake2b(_text(values), digest_size=16).digest()
-    first, second = (int.from_bytes(half, signed=True) for half in (digest[:8], digest[8:]))
-    return first, second
 
 
 def _differences(ranks: list[int], values: list[dict[str, str]]) -> str:

@@ -275,14 +275,7 @@ def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Roo
 def room_of_pass(
     config: DispatchConfig, num_tokens: int, store: Store | None, numbers: Sequence[int]
 ) -> TakeRoom:
-    """Return where rows of a pass may lie: in the store, if backward will need them.
-
-    Args:
-        config: of the pass.
-        num_tokens: T.
-        store: None keeps nothing.
-        numbers: see `Store.take`.
-    """
+    """Return where a pass's rows lie: in a store, see `Store.take`, if backward will need them."""
     if config.fits:
         return fitting
     if store is None or in_backward() or not trains():
