@@ -294,9 +294,11 @@ def require_own_weights(chunks: list[Any], optimizer: Any) -> None:
         for weight, own, main in zip(*groups, strict=True):
             if id(weight) in stacked and main is None:  # A precision-aware optimizer keeps it.
                 main = part.optimizer.state.get(own, {}).get("master_param")
-            known = main is not None and main.dtype == torch.float32  # Else the lower half of it.
             require(
-                id(weight) not in stacked or not known or torch.equal(own, main.to(own)),
+                id(weight) not in stacked
+                or main is None
+                or main.dtype != torch.float32  # The lower half of the weight's bits.
+                or torch.equal(own, main.to(own)),
                 "optimizer",
                 "those of other experts",
                 "hold the weights of the packed experts, and so must the checkpoint's buffers",
