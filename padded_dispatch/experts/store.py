@@ -30,11 +30,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, call
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.config import DispatchConfig
 from padded_dispatch.utils.phases import in_backward, is_capturing, trains
 
 RUN_ONCE = (
@@ -60,13 +61,9 @@ class Buffers:
 
 @dataclass(kw_only=True, eq=False)
 class Entry:
-    """The host's mark of a pass that has rows in a stack, held by its autograd node.
-
-    `lost`: whether the backward of a call in front of it may have written over them.
-    """
+    """The host's mark of a pass that has rows in a stack, held by its autograd node."""
 
     number: int
-    lost: bool = False
 
 
 @dataclass(kw_only=True, eq=False)
@@ -140,24 +137,12 @@ class Room:
         return known[key]
 
     def gives_back(self) -> bool:
-        """Return whether backward, which begins, lowers `top`: not below rows of calls behind it.
+        """Return whether backward, which begins, may write to the stack and lower `top`.
 
-        Where rows may be overwritten it does, and computes some again over those of such calls.
-        Their own backward, if it came after all, raises.
+        Not where calls behind it have rows: it leaves these alone, and computes rows that were
+        overwritten again in memory of its own.
         """
-        if self.stack is None or self.entry is None:
-            return False
-        require(
-            not self.entry.lost,
-            "order of backward passes",
-            "a layer behind one whose rows were computed again",
-            "be the reverse of the forward passes where layers overwrite rows of a full store",
-            "raise moe_expert_capacity_factor, or set capacity_pool='expert'",
-        )
-        alive = self._behind()
-        for entry in alive:
-            entry.lost |= self.overwritten
-        return self.overwritten or not alive
+        return self.stack is not None and not self._behind()
 
     def _behind(self) -> list[Entry]:
         """Return the marks of calls behind this one that have rows."""
@@ -191,6 +176,10 @@ class Store:
     def __init__(self) -> None:
         self._configs: list[Callable[[], DispatchConfig]] = []
         self._stacks: list[_Stack] = []  # That used last comes last.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies have: no rows."""
+        return vars(self) | {"_stacks": []}
 
     def add(self, config: Callable[[], DispatchConfig]) -> int:
         """Add a call that keeps rows, and return its number.
@@ -260,9 +249,10 @@ class Store:
 @functools.lru_cache
 def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Room, ...]:
     """Return the rooms of all calls of a store: what follows from configs and T."""
-    num_rows = sum(config.rows(num_tokens) for config in configs)
-    limit = max(num_rows, *(config.store_rows(num_tokens, 1) for config in configs))
-    most = [min(config.most_rows(num_tokens), limit) for config in configs]
+    keep = [config for config in configs if not config.fits]  # The others keep no rows here.
+    num_rows = sum(config.rows(num_tokens) for config in keep)
+    limit = max([num_rows, *(config.store_rows(num_tokens, 1) for config in keep)])
+    most = [0 if config.fits else min(config.most_rows(num_tokens), limit) for config in configs]
     rooms = []
     for i, config in enumerate(configs):
         # It ends there at most; a call behind it overwrites what lies beyond M less its own rows.

@@ -4,6 +4,7 @@ Ranks are threads. Unused memory is NaN: what a pass must not read would show in
 """
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -402,15 +403,26 @@ def test_a_pass_that_goes_on_behind_another_order_of_backward_passes(experts: An
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("factor", [0.01, 0.9])
 @pytest.mark.parametrize("experts", [plain, packed], ids=["plain", "packed"])
-def test_rows_that_are_lost_are_said_whatever_comes_between(experts: Any):
-    """At factor 0.9 the second layer may be overwritten, and the first may not."""
-    model, outs = Model(Case(routings=("full",) * 3, factor=0.9), torch.float32), []
-    exchange = exchange_of(model.case)
-    for number in range(3):
-        outs.append(forward(model, experts.run, exchange, numbers=[number]))
-        model.tokens_TD = outs[-1].detach().requires_grad_()
-    outs[1].backward(model.grad_TD)
-    outs[0].backward(model.grad_TD)
-    with pytest.raises(ValueError, match=r"^order of backward passes must be the reverse"):
-        outs[2].backward(model.grad_TD)
+def test_micro_batches_in_turn_share_stacks(experts: Any, factor: float, scaled: bool):
+    """Layer by layer they have the gradients that they have one after the other."""
+    case = Case(routings=("full", "hot", "full"), factor=factor, scaled=scaled, biased=True)
+    found = []
+    for parts in ([(0,), (1,)], [(0, 1)]):
+        model = Model(case, torch.float32)
+        run = partial(forward, model, experts.run, exchange_of(case))
+        given = [(model.tokens_TD.detach() * n).requires_grad_() for n in (1, 2)]
+        hidden = list(given)
+        for part in parts:
+            with poisoned_memory():
+                for number, n in itertools.product(range(3), part):
+                    model.tokens_TD = hidden[n]
+                    hidden[n] = run(numbers=[number])
+                for n in part:
+                    hidden[n].backward(model.grad_TD)
+        gradients = [one.grad for one in (*given, *(w.fc1_LGD for w in model.weights))]
+        found.append([*hidden, *gradients])
+        assert {stack.last for stack in model.store._stacks} == {-1}
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
