@@ -67,6 +67,11 @@ class ScaledWeights:
             self.fc2_LDF = Scaled.empty(num_experts, width, ffn_width, like=fc2_LDF)
             self.fc2_LFD = Scaled.empty(num_experts, ffn_width, width, like=fc2_LDF)
             self._stale = torch.ones(1, dtype=torch.int32, device=fc1_LGD.device)
+        self.__setstate__({})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Mark weights behind each step of an optimizer, those of copies as well."""
+        vars(self).update(state)
         _live.add(self)
         _follow_optimizers()
 
