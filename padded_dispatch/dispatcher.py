@@ -115,7 +115,7 @@ class PaddedDispatcher:
             ValueError: the same on all ranks, when their shapes or rules differ or T is 0.
             AbsentRanksError: on all ranks that wait, when one does not come.
         """
-        _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, weights)
+        _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, weights, activation)
         take_room = room_of_pass(self.config, len(tokens_TD), self.store, [self._number])
         call = Call(wire=wire, take_room=take_room)
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
@@ -126,7 +126,7 @@ class PaddedDispatcher:
         Tokens may be of any floating point dtype on any device.
         """
         config = self.config
-        selection, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, None)
+        selection, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE)
         given, sent = padded.dispatch(
             tokens_TD,
             prob_TK,
@@ -144,18 +144,27 @@ class PaddedDispatcher:
         return padded.combine(out_ND, dispatched.sent)
 
     def _begin(
-        self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor, weights: ExpertWeights | None
+        self,
+        tokens_TD: Tensor,
+        probs_TE: Tensor,
+        map_TE: Tensor,
+        weights: ExpertWeights | None = None,
+        activation: Activation | None = None,
     ) -> tuple[Selection, Tensor, Wire]:
         """Return what a pass keeps at the source, its choices' probabilities, and its exchange."""
         config, packed = self.config, weights is not None  # Others read padded cells.
-        num_local = (len(weights.fc1_LGD), len(weights.fc2_LDF)) if weights else None
+        shapes = (tuple(weights.fc1_LGD.shape), tuple(weights.fc2_LDF.shape)) if weights else None
+        leaves = [tokens_TD, probs_TE, *(vars(weights).values() if weights else ())]
         # What is given is compared as well, so that all ranks raise if one lacks an argument.
         rules = (
             ("packed", packed),
             ("dtype of probabilities", probs_TE.dtype),
+            ("probabilities need gradients", probs_TE.requires_grad),
+            ("any need gradients", any(getattr(leaf, "requires_grad", False) for leaf in leaves)),
             ("shape of probs_TE", tuple(probs_TE.shape)),
             ("shape of map_TE", tuple(map_TE.shape)),
-            ("experts in weights", num_local),
+            ("shapes of weights", shapes),
+            ("activation", activation),
         )
         agree_on_shapes(self.agreement, config, tokens_TD, rules)
         in_cells = config.capacity_pool == "expert" and not config.fits
@@ -171,9 +180,15 @@ class PaddedDispatcher:
         for name, given in (("probs_TE", probs_TE), ("map_TE", map_TE)):
             rule = f"have shape {shape}, tokens by experts"
             require(given.shape == shape, name, tuple(given.shape), rule)
-        wanted = config.num_local_experts
-        known = None, (wanted, wanted)
-        require(num_local in known, "experts in weights", num_local, f"be {wanted} each")
+        if weights and activation:
+            local, width, ffn = (
+                config.num_local_experts,
+                tokens_TD.shape[1],
+                weights.fc2_LDF.shape[2],
+            )
+            wanted = (local, (1 + activation.gated) * ffn, width), (local, width, ffn)
+            rule = f"be {wanted}, for {local} experts, these tokens and this activation"
+            require(shapes == wanted, "shapes of weights", shapes, rule)
         key = packed, device.type
         if key not in self._exchanges:
             how = {"packed": packed, "device": device}

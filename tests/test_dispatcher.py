@@ -94,9 +94,14 @@ def test_recomputed_layers_are_the_oracle(num_ranks, recompute):
 
 def differentiated_twice(case: Case, pool: str) -> None:
     rank = OneRank(case)
-    total = Model(case, pool).forward(rank).sum()
-    with pytest.raises(ValueError, match=r"^create_graph must be False .* got True; take second"):
-        torch.autograd.grad(total, rank.tokens_TD, create_graph=True)
+    outs = [Model(case, pool).forward(rank)]
+    if pool == "padded":  # And between dispatch and combine.
+        dispatcher = PaddedDispatcher(case.config, group=dist.group.WORLD)
+        given = rank.tokens_TD, rank.probs_YTE[0].detach(), rank.maps_YTE[0]
+        outs.append(dispatcher.dispatch(*given).expert_input.rows_ND)
+    for out in outs:
+        with pytest.raises(ValueError, match=r"^create_graph must be False .* got True; take sec"):
+            torch.autograd.grad(out.sum(), rank.tokens_TD, create_graph=True)
 
 
 @pytest.mark.parametrize("pool", ["store", "padded"])
@@ -211,6 +216,8 @@ def _differing(what: str) -> str:
     given = torch.zeros(num_tokens, 3), torch.zeros(num_tokens, 4), torch.zeros(num_tokens, 4) > 0
     fc1_LGD = torch.zeros(1 if what == "weights" and other else 2, 2, 3)
     weights = ExpertWeights(fc1_LGD=fc1_LGD, fc2_LDF=torch.zeros(2, 3, 1))
+    given[1].requires_grad_(what == "probabilities" and other)
+    fc1_LGD.requires_grad_(what == "frozen" and other)
     try:
         dispatcher = PaddedDispatcher(config, group=dist.group.WORLD, exchange=exchange)
         if what == "pool" or (what == "method" and other):
@@ -229,7 +236,12 @@ def _differing(what: str) -> str:
         ("method", "packed is True on rank 0, False on rank 1"),
         ("pool", "capacity_pool is expert on rank 0, store on rank 1"),
         ("size", "num_ranks is 2 on rank 0, 1 on rank 1"),
-        ("weights", "experts in weights is (2, 2) on rank 0, (1, 2) on rank 1"),
+        (
+            "weights",
+            "shapes of weights is ((2, 2, 3), (2, 3, 1)) on rank 0, ((1, 2, 3), (2, 3, 1))",
+        ),
+        ("probabilities", "probabilities need gradients is False on rank 0, True on rank 1"),
+        ("frozen", "any need gradients is False on rank 0, True on rank 1"),
         ("none", "num_tokens must be at least 1, got 0"),
     ],
 )
@@ -242,13 +254,13 @@ def test_ranks_that_differ_all_raise(what, words):
     [
         ("probs_TE", r"must have shape \(3, 4\), tokens by experts, got \(2, 4\)"),
         ("map_TE", r"must have shape \(3, 4\), tokens by experts, got \(3, 5\)"),
-        ("experts in weights", r"must be 4 each, got \(4, 3\)"),
+        ("shapes of weights", r"must be .*, got \(\(4, 2, 3\), \(3, 3, 1\)\)"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(what, words):
     probs_TE = torch.zeros(2 if what == "probs_TE" else 3, 4)
     map_TE = torch.zeros(3, 5 if what == "map_TE" else 4, dtype=torch.bool)
-    fc2_LDF = torch.zeros(3 if what.startswith("experts") else 4, 3, 1)
+    fc2_LDF = torch.zeros(3 if what.startswith("shapes") else 4, 3, 1)
     weights = ExpertWeights(fc1_LGD=torch.zeros(4, 2, 3), fc2_LDF=fc2_LDF)
     dispatcher = PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2))
     with pytest.raises(ValueError, match=f"^{what} {words}$"):

@@ -352,6 +352,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @nvtx_range("exchange backward")
     def backward(ctx, grad_SPD, grad_SPK, *_):  # pyright: ignore
+        require_first_derivatives()
         wire, (_, needs_tokens, needs_probs) = ctx.wire, ctx.needs_input_grad
         grad_TD = wire.bring_sums(grad_SPD) if needs_tokens else None
         return None, grad_TD, wire.bring_beside(grad_SPK) if needs_probs else None

@@ -166,6 +166,7 @@ class _ToCells(torch.autograd.Function):
     def backward(ctx: Any, grad_ND, grad_N, _):  # pyright: ignore
         from padded_dispatch.kernels import rows
 
+        require_first_derivatives()
         (row_SPK,) = ctx.saved_tensors
         grad_SPD = rows.sum_rows(grad_ND.contiguous(), row_SPK)
         grad_SPK = rows.take(grad_N.contiguous(), row_SPK)
