@@ -77,14 +77,13 @@ class PaddedDispatcher:
         store: Store | None = None,
     ) -> None:
         self.config = config
-        self._groups = group, etp_group
-        self._kind: ExchangeKind = exchange
+        self._how = group, etp_group, exchange
         self.agreement = Agreement(group, etp_group)
         sizes = {"num_ranks": config.num_ranks, "etp_size": config.etp_size}
         self.agreement.check(exchange=exchange, **sizes)
         kinds = get_args(ExchangeKind)
         require(exchange in kinds, "exchange", exchange, f"be one of {', '.join(kinds)}")
-        for (field, value), given in zip(sizes.items(), self._groups, strict=True):
+        for (field, value), given in zip(sizes.items(), self._how[:2], strict=True):
             size = given.size() if given is not None else 1
             require(value == size, field, value, f"be {size}, the size of its process group")
         self.store = Store() if store is None else store
@@ -153,18 +152,18 @@ class PaddedDispatcher:
     ) -> tuple[Selection, Tensor, Wire]:
         """Return what a pass keeps at the source, its choices' probabilities, and its exchange."""
         config, packed = self.config, weights is not None  # Others read padded cells.
-        shapes = (tuple(weights.fc1_LGD.shape), tuple(weights.fc2_LDF.shape)) if weights else None
-        leaves = [tokens_TD, probs_TE, *(vars(weights).values() if weights else ())]
+        fc1_LGD, fc2_LDF = (weights.fc1_LGD, weights.fc2_LDF) if weights else (None, None)
+        given = {"probs_TE": probs_TE, "map_TE": map_TE, "fc1_LGD": fc1_LGD, "fc2_LDF": fc2_LDF}
+        shapes = {name: None if one is None else tuple(one.shape) for name, one in given.items()}
+        leaves = tokens_TD, probs_TE, *(vars(weights).values() if weights else ())
         # What is given is compared as well, so that all ranks raise if one lacks an argument.
         rules = (
             ("packed", packed),
             ("dtype of probabilities", probs_TE.dtype),
             ("probabilities need gradients", probs_TE.requires_grad),
             ("any need gradients", any(getattr(leaf, "requires_grad", False) for leaf in leaves)),
-            ("shape of probs_TE", tuple(probs_TE.shape)),
-            ("shape of map_TE", tuple(map_TE.shape)),
-            ("shapes of weights", shapes),
             ("activation", activation),
+            *((f"shape of {name}", shape) for name, shape in shapes.items()),
         )
         agree_on_shapes(self.agreement, config, tokens_TD, rules)
         in_cells = config.capacity_pool == "expert" and not config.fits
@@ -175,24 +174,18 @@ class PaddedDispatcher:
             "be 'expert' with experts that read padded cells",
             "use run for a store",
         )
-        num_tokens, device = len(tokens_TD), tokens_TD.device
-        shape = num_tokens, config.num_experts
-        for name, given in (("probs_TE", probs_TE), ("map_TE", map_TE)):
-            rule = f"have shape {shape}, tokens by experts"
-            require(given.shape == shape, name, tuple(given.shape), rule)
-        if weights and activation:
-            local, width, ffn = (
-                config.num_local_experts,
-                tokens_TD.shape[1],
-                weights.fc2_LDF.shape[2],
-            )
-            wanted = (local, (1 + activation.gated) * ffn, width), (local, width, ffn)
-            rule = f"be {wanted}, for {local} experts, these tokens and this activation"
-            require(shapes == wanted, "shapes of weights", shapes, rule)
+        (num_tokens, width), device = tokens_TD.shape, tokens_TD.device
+        of_map = num_tokens, config.num_experts
+        wanted: dict[str, tuple[int, ...]] = {"probs_TE": of_map, "map_TE": of_map}
+        if fc2_LDF is not None and activation is not None:
+            local, ffn = config.num_local_experts, fc2_LDF.shape[2]
+            wanted["fc1_LGD"] = local, (1 + activation.gated) * ffn, width
+            wanted["fc2_LDF"] = local, width, ffn
+        for name, shape in wanted.items():
+            require(shapes[name] == shape, name, shapes[name], f"have shape {shape}")
         key = packed, device.type
         if key not in self._exchanges:
-            how = {"packed": packed, "device": device}
-            self._exchanges[key], _ = choose(config, *self._groups, self._kind, **how)
+            self._exchanges[key], _ = choose(config, *self._how, packed=packed, device=device)
         exchange = self._exchanges[key]
         selection = select(
             map_TE,

@@ -118,9 +118,8 @@ class Agreement:
         if (rows[:, :num_equal] != row[:num_equal]).any():
             text = _text((("caller", self._caller), ("call number", self._num_calls), *values))
             lengths = self._mirror.gather(torch.tensor([len(text)], device="cpu"), where)
-            text = text.ljust(int(lengths.max()))
-            text = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
-            texts = self._mirror.gather(text, where)
+            equal = list(text.ljust(int(lengths.max())))
+            texts = self._mirror.gather(torch.tensor(equal, dtype=torch.uint8, device="cpu"), where)
             values_of = [dict(json.loads(bytes(text.tolist()))) for text in texts]
             raise ValueError(_differences(self._mirror.ranks, values_of))
         return rows
@@ -151,13 +150,10 @@ def agree_on_shapes(
     Raises as `Agreement.check` does, on all ranks.
     """
     num_tokens, hidden_size = tokens_TD.shape
+    # Without gradients on one rank alone, backward would wait for it.
+    enabled = "gradients are enabled", torch.is_grad_enabled()
     agreement.check(
-        # Without gradients on one rank alone, backward would wait for it.
-        (
-            *rules,
-            ("gradients are enabled", torch.is_grad_enabled()),
-            ("tokens need gradients", tokens_TD.requires_grad),
-        ),
+        (*rules, enabled, ("tokens need gradients", tokens_TD.requires_grad)),
         # All sizes follow from these.
         D=hidden_size,
         dtype=tokens_TD.dtype,

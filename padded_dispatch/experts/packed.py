@@ -144,17 +144,16 @@ class _Pass(torch.autograd.Function):
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
         if kept.room.overwritten:
             assert kept.room.top is not None
-            buffers = Buffers(fc1_MG=fc1_MG, prob_M=prob_M, home_M=home_M)
-            if gives_back:
-                stale = torch.maximum(kept.found.offsets, kept.room.top[2])
-            else:  # Rows of calls behind may lie there: all rows again, in memory of their own.
-                base, room = kept.found.offsets[:1], dataclasses.replace(kept.room, stack=None)
+            stale = torch.maximum(segments.offsets, kept.room.top[2])
+            if not gives_back:  # Rows of calls behind may lie there: all again, in other memory.
+                base, room = segments.offsets[:1], dataclasses.replace(kept.room, stack=None)
                 stale, row_SPK = segments.offsets - base, row_SPK - base * (row_SPK >= 0)
-                buffers = room.buffers(num_rows, fc1_MG.shape[1], like=fc1_MG)
-                fc1_MG, prob_M, home_M = vars(buffers).values()
+                mine = room.buffers(num_rows, fc1_MG.shape[1], like=fc1_MG)
+                fc1_MG, prob_M, home_M = vars(mine).values()
             again = dataclasses.replace(segments, offsets=stale)
             again = dataclasses.replace(again, tiles=gemm.row_tiles(again))
             kept_again = dataclasses.replace(kept, segments=again, row_SPK=row_SPK)
+            buffers = Buffers(fc1_MG=fc1_MG, prob_M=prob_M, home_M=home_M)
             _multiply_by_fc1(kept_again, came, prob_SPK, buffers, fc1_LGD, weights)
             segments = segments if gives_back else again
         spread = partial(rows.spread_rows, row_SPK=row_SPK, segments=segments)

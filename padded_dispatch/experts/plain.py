@@ -104,14 +104,14 @@ def run(
     tokens_TD: Tensor, prob_TK: Tensor, weights: ExpertWeights, activation: Activation, call: Call
 ) -> Tensor:
     """Do what `experts.run` says, for any floating point dtype."""
-    num_experts = len(weights.fc1_LGD)
     wire = cast(CollectiveWire, call.wire)  # Direct stores need a GPU.
     arrived = wire.open(tokens_TD, prob_TK)
     values_SPD, prob_SPK = arrived.values.rows_SPD, arrived.prob_SPK
     room = call.take_room(arrived.count_SL)
     counted = {} if call.counters is None else call.counters.of_receiver
     offsets, level, before = store_offsets(arrived.count_SL, room, **counted)
-    row_SPK = rows_of_choices(arrived.expert_SPK, arrived.place_SPK, offsets, level, num_experts)
+    given = arrived.expert_SPK, arrived.place_SPK, offsets, level
+    row_SPK = rows_of_choices(*given, num_experts=len(weights.fc1_LGD))
     row_C = row_SPK.flatten()
     choice_N = (row_C >= 0).nonzero().flatten()
     choice_N = choice_N[row_C[choice_N].argsort()]  # The choice of each row.

@@ -59,8 +59,7 @@ class ScaledWeights:
     """
 
     def __init__(self, fc1_LGD: Tensor, fc2_LDF: Tensor) -> None:
-        num_experts, fc1_width, width = fc1_LGD.shape
-        ffn_width = fc2_LDF.shape[2]
+        (num_experts, fc1_width, width), ffn_width = fc1_LGD.shape, fc2_LDF.shape[2]
         with torch.inference_mode(False):  # Passes of training change them, too.
             self.fc1_LGD = Scaled.empty(num_experts, fc1_width, width, like=fc1_LGD)
             self.fc1_LDG = Scaled.empty(num_experts, width, fc1_width, like=fc1_LGD)
