@@ -219,7 +219,8 @@ class _Loop:
         if run is not None:
             if not given.get("skipped_iter"):  # Megatron exports what comes first as the loss.
                 for name, loss in given["loss_dict"].items():
-                    given["total_loss_dict"].setdefault(name, torch.zeros_like(loss))
+                    zero = torch.zeros_like(loss, dtype=torch.float32)
+                    given["total_loss_dict"].setdefault(name, zero)
             run.before_log(
                 given["total_loss_dict"],
                 step,

@@ -135,7 +135,7 @@ class PaddedOptions:
     trace: str | None = _option(
         None,
         "folder for routing traces of Megatron-LM's own loop, for padded-dispatch tune: one file "
-        "per rank, 1 GiB at most",
+        "per rank, about 1 GiB at most",
         read=_or_none(str),
     )
 

@@ -224,7 +224,7 @@ def _tracer(trainer: Trainer) -> TraceRecorder | None:
         num_steps=output.steps,
     )
     if tracer and tracer.every > 1:
-        show(f"each {tracer.every}th step is traced: a rank's trace has at most 1 GiB")
+        show(f"each {tracer.every}th step is traced: a rank's trace has about 1 GiB at most")
     return tracer
 
 
