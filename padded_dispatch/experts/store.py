@@ -252,7 +252,7 @@ def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Roo
     for i, config in enumerate(configs):
         # It ends there at most; a call behind it overwrites what lies beyond M less its own rows.
         end, share = sum(most[: i + 1]), config.share(num_tokens)
-        overwritten = any(end + rows > limit for rows in most[i + 1 :])
+        overwritten = any(rows and end + rows > limit for rows in most[i + 1 :])
         rooms.append(Room(limit=limit, most=most[i], share=share, overwritten=overwritten))
     return tuple(rooms)
 

@@ -1,16 +1,18 @@
 """Stacks of a store: which one a call takes, where its rows may lie, and when they end."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig, row_bytes
+from padded_dispatch.config import FIT, NO_DROP, DispatchConfig, row_bytes
 from padded_dispatch.experts import store as module
 from padded_dispatch.experts.store import Room, Store, fitting, scratch
 
 COUNT = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
 
 
-def config(factor: float = 1.5, **changes: int) -> DispatchConfig:
+def config(factor: Any = 1.5, **changes: int) -> DispatchConfig:
     sizes = {"num_experts": 8, "top_k": 2, "num_ranks": 4, **changes}
     return DispatchConfig(capacity_factor=factor, capacity_pool="store", **sizes)
 
@@ -31,6 +33,8 @@ def test_sizes():
     store = make_store(1.5, 0.5, 2.5)
     assert store.num_rows(10) == 30 + 10 + 50
     assert store.num_shares(10) == 60
+    store.add(lambda: config(FIT))  # It keeps no rows here.
+    assert store.num_rows(10) == 90
     rooms = [take(store, number) for number in range(3)]
     # All tokens of 4 ranks may have both experts here: 80 rows.
     assert {(room.limit, room.most) for room in rooms} == {(90, 80)}
