@@ -163,12 +163,17 @@ def check_pipeline(config: Any) -> None:
     )
 
 
-def _check_layers(config: Any, options: PaddedOptions) -> None:
-    """Raise if `layer_factors` names a layer that the model does not have, or a dense one."""
+def last_layer(config: Any) -> int:
+    """Return the number of the model's last layer, behind those of multi-token prediction."""
     later = _read(config, "mtp_num_layers") or 0
     if _read(config, "mtp_use_repeated_layer"):  # One layer, run several times.
         later = min(later, 1)
-    last = config.num_layers + later
+    return config.num_layers + later
+
+
+def _check_layers(config: Any, options: PaddedOptions) -> None:
+    """Raise if `layer_factors` names a layer that the model does not have, or a dense one."""
+    last = last_layer(config)
     for number in options.layer_factors:
         require(
             number <= last,

@@ -29,7 +29,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.config import is_ours, log_once, padded_options
+from padded_dispatch.megatron.config import is_ours, last_layer, log_once, padded_options
 from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
 from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder
@@ -217,14 +217,14 @@ class _Loop:
         """Log one step."""
         run, step = self._run, given["iteration"]
         if run is not None:
-            if not given.get("skipped_iter"):  # Megatron exports what comes first as the loss.
-                for name, loss in given["loss_dict"].items():
-                    zero = torch.zeros_like(loss, dtype=torch.float32)
-                    given["total_loss_dict"].setdefault(name, zero)
+            sums, skipped = given["total_loss_dict"], bool(given.get("skipped_iter"))
+            for name, loss in given["loss_dict"].items():
+                if not skipped and name not in sums:  # Megatron exports the first as the loss.
+                    sums[name] = torch.zeros_like(loss, dtype=torch.float32)
             run.before_log(
-                given["total_loss_dict"],
+                sums,
                 step,
-                skipped=bool(given.get("skipped_iter")),
+                skipped=skipped,
                 first=bool(given.get("is_first_iteration")),
             )
             if step >= self._training.get_args().train_iters:
@@ -307,7 +307,6 @@ def record_routing(
     config, collectives = dispatcher.dispatch_config, dispatcher.exchange.kind == "alltoall"
     num_sources = dispatcher.ep_size * dispatcher.tp_size
     group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
-    num_layers = model.num_layers + (model.mtp_num_layers or 0)
     recording = Recording(
         num_experts=config.num_experts,
         num_ranks=num_sources,
@@ -318,7 +317,7 @@ def record_routing(
         every=every,
         num_steps=num_steps,
         # Not of this rank: another stage, which may have more, must record the same steps.
-        num_layers=-(-num_layers // model.pipeline_model_parallel_size),
+        num_layers=-(-last_layer(model) // model.pipeline_model_parallel_size),
         max_bytes=_TRACE_BYTES,
     )
     name = f"rank-{dist.get_rank():05d}-step-"

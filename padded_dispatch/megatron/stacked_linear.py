@@ -292,11 +292,12 @@ def require_own_weights(chunks: list[Any], optimizer: Any) -> None:
         names = "model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"
         groups = (itertools.chain(*getattr(part, name, ())) for name in names)
         for weight, own, main in zip(*groups, strict=True):
-            if id(weight) in stacked and main is None:  # A precision-aware optimizer keeps it.
+            if id(weight) not in stacked:
+                continue
+            if main is None:  # A precision-aware optimizer keeps it.
                 main = part.optimizer.state.get(own, {}).get("master_param")
             require(
-                id(weight) not in stacked
-                or main is None
+                main is None
                 or main.dtype != torch.float32  # The lower half of the weight's bits.
                 or torch.equal(own, main.to(own)),
                 "optimizer",
