@@ -69,9 +69,14 @@ def test_the_word_alone_drops_nothing_and_learns_within_the_noise_of_stocks_seed
     ours = {row["seed"]: row for row in rows if row["pool"] == "store"}
     assert sorted(stock) == sorted(ours) == [0, 1, 2]
     assert not any(share for row in ours.values() for share in row["dropped"])
-    # The same weights and bytes: rounding alone differs, until it is amplified.
-    pairs = [(ours[seed]["loss"][:5], stock[seed]["loss"][:5]) for seed in stock]
-    assert max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True)) < 0.002
+    cells = {row["seed"]: row for row in rows if row["pool"] == "expert"}
+
+    def far(row):
+        pairs = zip(row["loss"][:5], stock[row["seed"]]["loss"][:5], strict=True)
+        return max(abs(a - b) for a, b in pairs)
+
+    # The same weights and bytes: rounding moves the first losses by far less than dropping does.
+    assert max(map(far, ours.values())) < min(map(far, cells.values())) / 10
     for measure in (
         lambda row: row["held_out"]["loss"][-1],
         lambda row: statistics.mean(row["loss"][-50:]),
