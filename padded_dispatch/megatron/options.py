@@ -134,8 +134,8 @@ class PaddedOptions:
     overflow_threshold: float = _option(0.0, "share of a layer's rows that may be dropped")
     trace: str | None = _option(
         None,
-        "folder for routing traces of Megatron-LM's own loop, for padded-dispatch tune: one file "
-        "per rank, about 1 GiB at most",
+        "folder for routing traces, for padded-dispatch tune: one file per rank, about 1 GiB at "
+        "most; a loop of your own writes none",
         read=_or_none(str),
     )
 
@@ -211,17 +211,10 @@ def show(default: Any) -> str:
     return "none" if default is None or default == {} else str(default)
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser, *, bare: tuple[str, ...] = (), without: tuple[str, ...] = ()
-) -> None:
-    """Add one flag per option, `--padded-...`, to `parser`.
-
-    Options in `bare` have a flag by their name as well, those in `without` none.
-    """
+def add_arguments(parser: argparse.ArgumentParser, *, bare: tuple[str, ...] = ()) -> None:
+    """Add one flag per option, `--padded-...`, to `parser`; those in `bare` by name as well."""
     group = parser.add_argument_group("padded dispatch")
     for option in dataclasses.fields(PaddedOptions):
-        if option.name in without:
-            continue
         default = getattr(_DEFAULTS, option.name)
         group.add_argument(
             flag(f"padded_{option.name}"),
@@ -236,9 +229,9 @@ def add_arguments(
 
 def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
     """Return the options that `add_arguments`' flags were set to; errors name the flag."""
-    given, names = vars(arguments), [option.name for option in dataclasses.fields(PaddedOptions)]
+    names = [option.name for option in dataclasses.fields(PaddedOptions)]
     with padded_flags():
-        return PaddedOptions(**{n: given[f"padded_{n}"] for n in names if f"padded_{n}" in given})
+        return PaddedOptions(**{name: getattr(arguments, f"padded_{name}") for name in names})
 
 
 def padded_flags() -> AbstractContextManager[None]:

@@ -56,7 +56,7 @@ def read(argv: list[str], command: str = "train") -> argparse.Namespace:
         for option in dataclasses.fields(cls):
             if "help" in option.metadata:
                 _add(group, option, hints[option.name])
-    add_arguments(made, bare=("experts", "exchange"), without=("trace",))  # It is `--trace` here.
+    add_arguments(made, bare=("experts", "exchange", "trace"))
     return made.parse_args(argv)
 
 

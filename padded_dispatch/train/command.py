@@ -57,8 +57,8 @@ def compare(given: tuple[int, list[tuple[str, argparse.Namespace]]]) -> int:
         same = (layout.device, layout.workers) == (first.device, first.workers)
         require(same, "--device and --workers", found, "be the same for all contenders", fix)
         rule = "be left out of compare, whose runs would write to one folder"
-        trace = settings.output.trace
-        require(trace is None, "--trace", str(trace), rule, "keep figures with --out")
+        trace = settings.dispatch.padded.trace
+        require(trace is None, "--trace", trace, rule, "keep figures with --out")
     total = repeats * len(runs)
     titles = [f"{i + 1}/{total} {contenders[i % len(runs)][0]}".rstrip() for i in range(total)]
     _start(runs * repeats, titles)

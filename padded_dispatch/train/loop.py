@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,18 +211,18 @@ def _chosen(chunks: list[Any]) -> dict[str, str]:
 
 def _tracer(trainer: Trainer) -> TraceRecorder | None:
     """Attach a recorder to all padded layers of this rank, before graphs are captured."""
-    settings, output = trainer.settings, trainer.settings.output
-    if output.trace is None:
+    settings, folder = trainer.settings, trainer.settings.dispatch.padded.trace
+    if folder is None:
         return None
     tracer = record_routing(
         trainer.chunks,
-        output.trace,
+        Path(folder),
         num_microbatches=settings.num_microbatches,
         # Sequence parallelism splits the tokens.
         num_tokens=settings.recipe.micro_batch * settings.recipe.seq_length // settings.layout.tp,
         every=1,
         steps_done=0,
-        num_steps=output.steps,
+        num_steps=settings.output.steps,
     )
     if tracer and tracer.every > 1:
         show(f"each {tracer.every}th step is traced: a rank's trace has about 1 GiB at most")

@@ -200,9 +200,6 @@ class Output:
     eval_every: int | None = _option("steps between two evaluations on held-out text", default=None)
     out: Path | None = _option("results file (JSON) to which the run adds one row", default=None)
     commit: str | None = _option("commit of the code, for --out", default=None)
-    trace: Path | None = _option(
-        "folder for routing traces, one file per rank, for padded-dispatch tune", default=None
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,14 +296,7 @@ class Settings:
             accepted = _STOCK_GRAPHS.get(dispatcher, (output.graph,))
             rule = f"be {' or '.join(accepted)} with --dispatcher {dispatcher}"
             require(output.graph in accepted, "--graph", output.graph, rule)
-        folder = self.dispatch.padded.trace
-        rule = "be None, because it is for Megatron-LM's own loop"
-        require(folder is None, "padded.trace", folder, rule, "set --trace")
-        if output.trace is not None:
-            require_folder("--trace", output.trace)
-            ours = dispatcher == "padded_alltoall"
-            rule, fix = "be padded_alltoall with --trace", "leave out one of the two"
-            require(ours, "--dispatcher", dispatcher, rule, fix)
-            unused = not any(output.trace.glob("*.np*"))
-            rule = "hold no earlier trace"
-            require(unused, "--trace", str(output.trace), rule, "choose another folder")
+        if (folder := self.dispatch.padded.trace) is not None:
+            require_folder("--trace", Path(folder))
+            unused, rule = not any(Path(folder).glob("*.np*")), "hold no earlier trace"
+            require(unused, "--trace", folder, rule, "choose another folder")

@@ -24,14 +24,14 @@ OPTIONS = PaddedOptions(
 )
 
 
-def parse(*words: str, without: tuple[str, ...] = ()) -> PaddedOptions:
+def parse(*words: str) -> PaddedOptions:
     parser = argparse.ArgumentParser()
-    add_arguments(parser, bare=("experts",), without=without)
+    add_arguments(parser, bare=("experts",))
     return from_arguments(parser.parse_args(words))
 
 
 def test_flags_and_fields_are_the_same_thing():
-    assert parse() == PaddedOptions() == parse(without=("trace",))
+    assert parse() == PaddedOptions()
     assert parse("--experts", "packed") == PaddedOptions(experts="packed")
     factors = "--padded-layer-factors", "3:1.5,7:no-drop", "--padded-eval-factor", "fit"
     rest = "--padded-capacity-pool", "store", "--padded-trace", "traces"
@@ -39,8 +39,6 @@ def test_flags_and_fields_are_the_same_thing():
     # Defaults, as `--help` shows them.
     names = "layer-factors", "eval-factor", "trace"
     assert parse(*(word for name in names for word in (f"--padded-{name}", "none"))) == parse()
-    with pytest.raises(SystemExit):
-        parse("--padded-trace", "traces", without=("trace",))
 
 
 TABLE = "map whole numbers from 1 on to factors above 0, each number once"
