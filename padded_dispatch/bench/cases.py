@@ -19,8 +19,8 @@ MODELS = {
 }
 
 # Which options ours has, see `layer.OPTIONS`. "auto" is the dispatcher's word alone, "cells" the
-# same without a store; the others fix experts and exchange.
-Variant = Literal["auto", "cells", "module", "packed", "direct"]
+# same without a store; the others fix experts, and collectives.
+Variant = Literal["auto", "cells", "module", "packed"]
 
 # Where gradients of parameters go. "none": nowhere, each pass starts without them. "fused": to fp32
 # buffers; experts' products add theirs, with `gradient_accumulation_fusion`, and the others are
@@ -38,7 +38,6 @@ class Contender:
         variant: see `Variant`; None for stock.
         graph: "layer" in a CUDA graph, else "none".
         on_cpu: runs without a GPU.
-        min_ep: smallest expert-parallel group that it runs on.
         fp8: with the recipe tensorwise; weights are quantized before what is measured.
     """
 
@@ -46,7 +45,6 @@ class Contender:
     variant: Variant | None = None
     graph: Literal["none", "layer"] = "none"
     on_cpu: bool = False
-    min_ep: int = 1
     fp8: bool = False
 
     @property
@@ -54,15 +52,9 @@ class Contender:
         """It has a capacity; a contender without one runs once for all capacity factors."""
         return self.name != "stock-dropless"
 
-    @property
-    def dispatcher(self) -> str:
-        """Megatron's `moe_token_dispatcher_type`."""
-        return "padded_alltoall" if self.name == "ours" else "alltoall"
-
 
 def _ours(variant: Variant) -> dict[str, Contender]:
-    min_ep = 2 if variant == "direct" else 1
-    eager = Contender(name="ours", variant=variant, on_cpu=min_ep == 1, min_ep=min_ep)
+    eager = Contender(name="ours", variant=variant, on_cpu=True)
     graphed = dataclasses.replace(eager, graph="layer", on_cpu=False)
     return {variant: eager, f"{variant}-graphed": graphed}
 
@@ -169,14 +161,13 @@ def sweep(
 ) -> Iterator[Case]:
     """Yield every valid combination, the last argument varying fastest.
 
-    A contender that does not drop comes once, with the first factor. One that needs a larger `ep`
-    is left out.
+    A contender that does not drop comes once, with the first factor.
     """
     for ep, model, num_tokens, skew in product(eps, models, tokens, skews):
         for i, factor in enumerate(capacity_factors):
             for contender, main_grad in product(contenders, main_grads):
                 drops = CONTENDERS[contender].drops
-                if (drops or i == 0) and ep >= CONTENDERS[contender].min_ep:
+                if drops or i == 0:
                     yield Case(
                         model=model,
                         ep=ep,

@@ -75,8 +75,6 @@ def resolve(given: argparse.Namespace) -> argparse.Namespace:
                 main_grads=given.main_grad,
             )
         )
-        rule = "run with the given --ep"
-        require(given.cases, "contenders", given.contenders, rule, "give an --ep of 2 or more")
     return given
 
 

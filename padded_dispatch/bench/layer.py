@@ -27,7 +27,6 @@ OPTIONS: dict[Variant, PaddedOptions] = {
     "cells": PaddedOptions(capacity_pool="expert"),
     "module": PaddedOptions(experts="module", exchange="alltoall"),
     "packed": PaddedOptions(experts="packed", exchange="alltoall"),
-    "direct": PaddedOptions(experts="packed", exchange="direct"),
 }
 
 
@@ -59,11 +58,12 @@ def stock_flags(case: Case, *, on_gpu: bool) -> dict[str, Any]:
     Fusions that production sets are on for stock and ours, on GPUs, where they exist.
     """
     contender = CONTENDERS[case.contender]
+    ours = contender.name == "ours"
     return {
-        "moe_token_dispatcher_type": contender.dispatcher,
+        "moe_token_dispatcher_type": "padded_alltoall" if ours else "alltoall",
         "moe_expert_capacity_factor": case.capacity_factor,
         "moe_pad_expert_input_to_capacity": contender.name == "stock-drop-pad",
-        "moe_permute_fusion": on_gpu and contender.dispatcher != "padded_alltoall",
+        "moe_permute_fusion": on_gpu and not ours,
         "moe_router_fusion": on_gpu,
         "moe_grouped_gemm": on_gpu,
         "gradient_accumulation_fusion": case.main_grad != "none",

@@ -8,19 +8,17 @@ CASE = {"model": "tiny", "ep": 2, "tokens": 64, "skew": "uniform", "contender": 
 
 
 def test_a_sweep_is_every_combination_and_those_that_do_not_drop_once():
-    """Direct stores need another rank."""
     sizes = {"tokens": [64], "skews": ["uniform"], "capacity_factors": [1.0, 2.0]}
-    models, contenders = ["tiny", "qwen3-30b-a3b"], ["dropless", "module", "direct"]
+    models, contenders = ["tiny", "qwen3-30b-a3b"], ["dropless", "module", "packed"]
     cases = sweep(models=models, eps=[2, 1], contenders=contenders, **sizes)
     found = [(c.ep, c.model, c.contender, c.capacity_factor) for c in cases]
-    dropping = {2: ("module", "direct"), 1: ("module",)}
     assert found == [
         (ep, model, contender, factor)
         for ep in (2, 1)
         for model in models
         for contender, factor in [
             ("dropless", None),
-            *((name, factor) for factor in (1.0, 2.0) for name in dropping[ep]),
+            *((name, factor) for factor in (1.0, 2.0) for name in contenders[1:]),
         ]
     ]
 
