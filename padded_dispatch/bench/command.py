@@ -26,20 +26,6 @@ from padded_dispatch.utils.launch import show, start_workers
 from padded_dispatch.utils.results import about, append_run, require_results
 
 _SHOWN_KERNELS = 24
-_FIGURES = (
-    "chosen",
-    "ms",
-    "samples_ms",
-    "host_ms",
-    "sm_mhz",
-    "sustained_ms",
-    "joules",
-    "phases_ms",
-    "kernels_ms",
-    "floor_ms",
-    "dropped",
-    "allocated_gib",
-)
 
 
 def main(given: argparse.Namespace) -> int:
@@ -150,10 +136,8 @@ def measure(case: Case, settings: argparse.Namespace, device: torch.device) -> d
         "iterations": settings.iterations,
         "ranks": dist.get_world_size(),
     }
-    row |= dict.fromkeys(_FIGURES)
-    row["error"] = None
     try:
-        row |= _figures(case, flags, settings, device)
+        row |= _figures(case, flags, settings, device) | {"error": None}
     except Exception as error:  # the other contenders can still be measured
         row["error"] = f"{type(error).__name__}: {error}"[:500]
     gc.collect()  # a layer is a reference cycle, and its graph holds memory
@@ -167,7 +151,7 @@ def measure(case: Case, settings: argparse.Namespace, device: torch.device) -> d
 def _figures(
     case: Case, flags: dict[str, Any], settings: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """Return what was measured, by `_FIGURES`; absent ones are left out."""
+    """Return what was measured; figures of GPUs alone are None on a CPU."""
     on_gpu = device.type == "cuda"
     graphed = CONTENDERS[case.contender].graph == "layer"
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -183,21 +167,23 @@ def _figures(
     allocated = round(allocated_gib() - held_gib, 3) if on_gpu else None
     demand_BSE = _demand(case, data)
     kept_SE = _kept(case, layer, passes, demand_BSE)
-    chosen = getattr(layer.layer.token_dispatcher, "chosen", None)  # Stock's has none.
-    figures: dict[str, Any] = {"chosen": chosen, "ms": timing.ms, **vars(timing)}
-    if CONTENDERS[case.contender].drops:
-        figures["dropped"] = 1 - kept_SE.sum().item() * len(data) / demand_BSE.sum().item()
+    share, floor = kept_SE.sum().item() * len(data) / demand_BSE.sum().item(), None
     if on_gpu:
-        figures["floor_ms"] = roofline(kept_SE, case.shape, main_grad=case.main_grad != "none")
-        figures["allocated_gib"] = allocated
-    if settings.phases and on_gpu:
-        kernels = kernels_ms(passes.run, device)
-        figures["phases_ms"] = phases_ms(kernels)
-        shown: dict[str, float] = {}  # Some names differ behind the part that is kept.
-        for name, ms in list(kernels.items())[:_SHOWN_KERNELS]:
-            shown[name[:120]] = round(shown.get(name[:120], 0) + ms, 4)
-        figures["kernels_ms"] = shown
-    return figures
+        floor = roofline(kept_SE, case.shape, main_grad=case.main_grad != "none")
+    kernels = kernels_ms(passes.run, device) if settings.phases else {}
+    shown: dict[str, float] = {}  # Some names differ behind the part that is kept.
+    for name, ms in list(kernels.items())[:_SHOWN_KERNELS]:
+        shown[name[:120]] = round(shown.get(name[:120], 0) + ms, 4)
+    return {
+        "chosen": getattr(layer.layer.token_dispatcher, "chosen", None),  # Stock's has none.
+        "ms": timing.ms,
+        **vars(timing),
+        "dropped": 1 - share if CONTENDERS[case.contender].drops else None,
+        "floor_ms": floor,
+        "allocated_gib": allocated,
+        "phases_ms": phases_ms(kernels),
+        "kernels_ms": shown,
+    }
 
 
 def _demand(case: Case, data: list[Batch]) -> Tensor:

@@ -168,7 +168,7 @@ def readme_table(rows: list[dict[str, Any]]) -> str | None:
     ms = {
         (row["model"], row["main_grad"], row["contender"], row["variant"], row["graph"]): row["ms"]
         for row in rows
-        if same.items() <= row.items()
+        if same.items() <= row.items() and row["error"] is None
     }
     contenders = [CONTENDERS[key] for key in flags["contenders"]]
     lines = [

@@ -153,8 +153,7 @@ def test_a_case_that_fails_is_a_row(megatron, monkeypatch):
     monkeypatch.setattr(command, "build", refuse)
     bad = command.measure(_case(), settings, CPU)
     assert (good["error"], bad["error"]) == (None, "RuntimeError: no such layer")
-    assert bad["ms"] is None
-    assert bad.keys() == good.keys()
+    assert "ms" not in bad
 
 
 def test_rows_of_an_interrupted_run_are_kept(monkeypatch, tmp_path, capfd):
