@@ -98,8 +98,8 @@ def _layout_defaults(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
     for name in ("workers", "tp", "pp", "etp"):  # Checked before anything is divided by them.
         require(given.get(name, 1) > 0, flag(name), given.get(name), "be above 0")
     num_gpus = torch.cuda.device_count()
-    fits = preset.device in (None, device)
-    require(fits, "--preset", given["preset"], f"be tiny on a {device.upper()}", "run on a GPU")
+    fits, name = device == "cuda" or given["preset"] == "tiny", given["preset"]
+    require(fits, "--preset", name, "be tiny on a CPU", "run on a GPU")
     require(device == "cpu" or num_gpus, "--device", device, "be cpu where PyTorch sees no GPU")
     # Under torchrun the processes exist already, and some may be on other machines.
     started = int(os.environ.get("WORLD_SIZE", 0))

@@ -34,7 +34,7 @@ from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.telemetry import Telemetry
 from padded_dispatch.recorder import TraceRecorder
 from padded_dispatch.train.data import Windows, load_corpus
-from padded_dispatch.train.metrics import Mark, Meter, Row, Step, mean_over_ranks
+from padded_dispatch.train.metrics import Meter, Row, Step, mean_over_ranks, now
 from padded_dispatch.train.model import (
     EAGER_STEPS,
     MegatronAdam,
@@ -83,7 +83,7 @@ class Trainer:
         settings, num_before = self.settings, self.retry.num_retried if self.retry else 0
         if isinstance(self.graphs, LayerGraphs) and number == EAGER_STEPS + 1:
             self.graphs.capture()  # An iteration graph captures by itself.
-        start = Mark.now(self.device)
+        begin, start = time.perf_counter(), now()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.adam.zero_grad()
@@ -96,11 +96,10 @@ class Trainer:
             num_passes=settings.num_microbatches,
             schedule=self.retry or _schedule(self.graphs),
         )
-        host_ms = (time.perf_counter() - start.host_s) * 1e3
+        host_ms = (time.perf_counter() - begin) * 1e3
         self.optimizer.step(learning_rate(settings.recipe.lr, number, settings.output.steps))
-        done = Mark.now(self.device)
         retried = self.retry.num_retried > num_before if self.retry else None
-        return Step(losses=losses, retried=retried, start=start, done=done, host_ms=host_ms)
+        return Step(losses=losses, retried=retried, start=start, done=now(), host_ms=host_ms)
 
     @torch.no_grad()
     def evaluate(self) -> float:

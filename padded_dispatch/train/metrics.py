@@ -6,7 +6,6 @@ step waits for the host between two lines.
 
 import statistics
 import sys
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,27 +19,11 @@ from padded_dispatch.train.settings import Settings
 from padded_dispatch.utils.results import about, append_run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """A moment on the host, and the same point of the device's stream."""
-
-    host_s: float
-    event: torch.cuda.Event | None
-
-    @classmethod
-    def now(cls, device: torch.device) -> "Mark":
-        """Record host time and, on a GPU, a CUDA event."""
-        event = None
-        if device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-        return cls(host_s=time.perf_counter(), event=event)
-
-    def ms_until(self, end: "Mark") -> float:
-        """Return milliseconds by the device's clock if there is one; the device must be idle."""
-        if self.event is None or end.event is None:
-            return (end.host_s - self.host_s) * 1e3
-        return self.event.elapsed_time(end.event)
+def now() -> torch.cuda.Event:
+    """Return an event of now; on a CPU the one of `megatron_on_cpu`, which has the host's time."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +36,8 @@ class Step:
 
     losses: list[Tensor]
     retried: bool | None
-    start: Mark
-    done: Mark
+    start: torch.cuda.Event
+    done: torch.cuda.Event
     host_ms: float
 
 
@@ -139,7 +122,7 @@ class Meter:
         dist.all_reduce(sums)
         loss_sum, num_losses = sums.tolist()
         steps = self._steps[first:]
-        step_ms = statistics.mean(step.start.ms_until(step.done) for step in steps)
+        step_ms = statistics.mean(step.start.elapsed_time(step.done) for step in steps)
         retried = [step.retried for step in steps if step.retried is not None]
         return Row(
             step=len(self._steps),
@@ -164,7 +147,7 @@ class Meter:
         if dist.get_rank() != 0 or out is None:
             return
         steady = self._steps[len(self._steps) // 2 :]
-        samples = [step.start.ms_until(step.done) for step in steady]
+        samples = [step.start.elapsed_time(step.done) for step in steady]
         ms, on_gpu = statistics.median(samples), self._device.type == "cuda"
         row = {
             **_identity(self._settings),

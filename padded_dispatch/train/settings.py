@@ -56,10 +56,7 @@ class ModelShape(LayerShape):
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A model's shape and the defaults of its recipe.
-
-    `device`: the only device that can run it; None for any.
-    """
+    """A model's shape and the defaults of its recipe."""
 
     about: str
     model: ModelShape
@@ -68,7 +65,6 @@ class Preset:
     micro_batch: int = 1
     steps: int = 100
     lr: float = 3e-4
-    device: Device | None = "cuda"
 
 
 PRESETS = {
@@ -88,7 +84,6 @@ PRESETS = {
         micro_batch=8,
         steps=400,
         lr=5e-3,
-        device=None,
     ),
     "qwen3-30b-a3b": Preset(
         about="layers of Qwen3-30B-A3B",

@@ -201,7 +201,7 @@ def test_mistakes_are_found_before_there_are_workers(flags, message):
 
 def test_processes_are_as_many_as_the_largest_group_needs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="^--ep must be at most 2, the GPUs here, got 3"):
+    with pytest.raises(ValueError, match=r"^--ep must be at most 2, .*, got 3"):
         parse(["--device", "cuda", "--models", "tiny", "--ep", "3"])
     assert parse(["--device", "cpu"]).workers == 2
     assert parse(["--device", "cpu", "--ep", "1", "4"]).workers == 4

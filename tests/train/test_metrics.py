@@ -1,11 +1,12 @@
 """Figures over all ranks: sums of losses and counts, and times."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from padded_dispatch.train.metrics import Mark, Meter, Row, Step
+from padded_dispatch.train.metrics import Meter, Row, Step
 from tests.support.threads import run_on_threads
 from tests.support.tiny import parse
 
@@ -14,20 +15,20 @@ CPU = torch.device("cpu")
 FLAGS = ["--device", "cpu", "--workers", "2", "--micro-batch", "2", "--seq-length", "25"]
 
 
-def step(losses: list[float], start_s: float, end_s: float, retried: bool | None = None) -> Step:
-    start, done = (Mark(host_s=s, event=None) for s in (start_s, end_s))
+def step(losses: list[float], ms: float, retried: bool | None = None) -> Step:
+    event: Any = SimpleNamespace(elapsed_time=lambda end: ms)
     tensors = [torch.tensor(loss) for loss in losses]
-    return Step(losses=tensors, retried=retried, start=start, done=done, host_ms=0.0)
+    return Step(losses=tensors, retried=retried, start=event, done=event, host_ms=0.0)
 
 
 def _rows() -> list[Row]:
     """Return rows of two ranks; the second has no losses."""
     first = dist.get_rank() == 0
     meter = Meter(parse(FLAGS), CPU)
-    meter.add(step([1.0, 2.0] if first else [], 10.0, 11.0, retried=True))
-    meter.add(step([4.0, 5.0] if first else [], 20.0, 23.0, retried=False))
+    meter.add(step([1.0, 2.0] if first else [], 1000.0, retried=True))
+    meter.add(step([4.0, 5.0] if first else [], 3000.0, retried=False))
     rows = [meter.read(0.5, 0.25)]
-    meter.add(step([7.0] if first else [], 30.0, 31.0))
+    meter.add(step([7.0] if first else [], 1000.0))
     return [*rows, meter.read(0.25, None)]
 
 
