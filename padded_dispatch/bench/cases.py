@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, get_args
 
-from padded_dispatch.config import NO_DROP, DispatchConfig, require
+from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
 # Measured with SwiGLU experts without bias.
@@ -70,14 +70,12 @@ CONTENDERS |= {
     for name in ("drop-pad", "auto", "packed")
 }
 
-# Arguments of `routings.routing_scores`. With "idle-rank" the last rank's experts get no rows.
+# Arguments of `routings.routing_scores`.
 SKEWS: dict[str, dict[str, Any]] = {
     "uniform": {"skew": "uniform"},
     "lognormal-0.6": {"skew": "lognormal", "sigma": 0.6},
     "lognormal-1.0": {"skew": "lognormal", "sigma": 1.0},
-    "topics-0.5": {"skew": "topics", "sigma": 0.5},
     "hot": {"skew": "hot"},
-    "idle-rank": {"skew": "uniform"},
 }
 
 
@@ -118,25 +116,12 @@ class Case:
     main_grad: MainGrad = "none"
 
     def __post_init__(self) -> None:
-        config = self.dispatch_config()
-        config.capacity(self.tokens)
-        require(
-            not self.num_idle or config.num_experts - self.num_idle >= config.top_k,
-            "skew",
-            self.skew,
-            f"leave the other ranks at least top_k={config.top_k} experts with ep={self.ep}",
-            "raise ep",
-        )
+        self.dispatch_config().capacity(self.tokens)
 
     @property
     def shape(self) -> LayerShape:
         """The layer's shape."""
         return MODELS[self.model]
-
-    @property
-    def num_idle(self) -> int:
-        """Number of experts, the last ones, that get no rows."""
-        return self.shape.num_experts // self.ep if self.skew == "idle-rank" else 0
 
     def dispatch_config(self) -> DispatchConfig:
         """Return the cells of stock; C = T where nothing is dropped."""

@@ -47,8 +47,7 @@ def resolve(given: argparse.Namespace) -> argparse.Namespace:
         ValueError: names the option, its rule, its value and the fix.
     """
     given = with_defaults(given)
-    flags = {"skew": "--skews", "capacity_factor": "--capacity-factors"}
-    with errors_name_flags(given, **flags):
+    with errors_name_flags(given):
         _check(given)
         given.cases = tuple(
             sweep(

@@ -77,7 +77,7 @@ def batches(case: Case, *, seed: int, dtype: torch.dtype, device: torch.device) 
     Consecutive cases that differ only in factor or contender share one list: drawing 16,384 tokens
     takes longer than measuring them. `seed`: a different number on each rank.
     """
-    return _drawn(case.shape, case.tokens, case.skew, case.num_idle, seed, dtype, device)
+    return _drawn(case.shape, case.tokens, case.skew, seed, dtype, device)
 
 
 @functools.lru_cache(maxsize=1)
@@ -85,7 +85,6 @@ def _drawn(
     shape: LayerShape,
     num_tokens: int,
     skew: str,
-    num_idle: int,
     seed: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -95,14 +94,8 @@ def _drawn(
         number = seed * _NUM_BATCHES + i
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randn(num_tokens, 1, shape.hidden_size, generator=generator)
-        scores_TE = routing_scores(
-            num_tokens,
-            shape.num_experts,
-            shape.top_k,
-            num_idle=num_idle,
-            seed=number,
-            **SKEWS[skew],
-        )
+        sizes = num_tokens, shape.num_experts, shape.top_k
+        scores_TE = routing_scores(*sizes, seed=number, **SKEWS[skew])
         logits = torch.from_numpy(scores_TE).float().unsqueeze(1)
         drawn.append(Batch(tokens=tokens.to(device, dtype), logits=logits.to(device)))
     return drawn

@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 # uniform: all experts are equally popular. lognormal: some experts are popular, the same ones on
-# all ranks. topics: the same, but every seed (and so every rank) has popular experts of its own.
-# hot: every token asks for expert 0, otherwise uniform. same: all tokens ask for experts
+# all ranks. hot: every token asks for expert 0, otherwise uniform. same: all tokens ask for experts
 # 0 to K - 1.
-Skew = Literal["uniform", "lognormal", "topics", "hot", "same"]
+Skew = Literal["uniform", "lognormal", "hot", "same"]
 
 _FAR = 100.0  # a log popularity that outweighs the noise
 
@@ -24,7 +23,6 @@ def routing_scores(
     *,
     skew: Skew = "uniform",
     sigma: float = 1.0,
-    num_idle: int = 0,
     seed: int = 0,
 ) -> NDArray[np.float64]:
     """Return scores [T, E], usable as router logits.
@@ -34,20 +32,16 @@ def routing_scores(
         num_experts: E.
         top_k: experts of each token (K).
         skew: distribution of the demand over experts, see `Skew`.
-        sigma: standard deviation of the experts' log popularity under "lognormal" and "topics".
-        num_idle: number of experts, the last ones, that get no token; at least K must remain.
+        sigma: standard deviation of the experts' log popularity under "lognormal".
         seed: seed of the tokens; pass a different one on each rank.
     """
     popularity_E = np.zeros(num_experts)
     if skew == "lognormal":
         popularity_E = sigma * np.random.default_rng(num_experts).normal(size=num_experts)
-    elif skew == "topics":
-        popularity_E = sigma * np.random.default_rng([num_experts, seed]).normal(size=num_experts)
     elif skew == "hot":
         popularity_E[0] = _FAR
     elif skew == "same":
         popularity_E[:top_k] = _FAR
-    popularity_E[num_experts - num_idle :] = -_FAR
     # Gumbel noise: the K largest of a token are K weighted draws without replacement.
     noise_TE = np.random.default_rng(seed).gumbel(size=(num_tokens, num_experts))
     return popularity_E + noise_TE

@@ -29,16 +29,6 @@ def test_capacity_is_the_dispatchers():
     assert Case(**CASE, capacity_factor=None).dispatch_config().capacity(64) == 64
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"skew": "idle-rank", "ep": 1},
-            r"skew must leave .* top_k=2 .* ep=1, got 'idle-rank'; raise ep",
-        ),
-        ({"ep": 3}, r"num_experts must .*, got 8"),
-    ],
-)
-def test_cases_that_cannot_be(changes, message):
-    with pytest.raises(ValueError, match=message):
-        Case(**(CASE | changes), capacity_factor=1.0)
+def test_cases_that_cannot_be():
+    with pytest.raises(ValueError, match=r"num_experts must .*, got 8"):
+        Case(**(CASE | {"ep": 3}), capacity_factor=1.0)

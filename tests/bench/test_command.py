@@ -191,7 +191,6 @@ def test_rows_of_an_interrupted_run_are_kept(monkeypatch, tmp_path, capfd):
             (["--capacity-factors", x], f"capacity-factors must be above 0 and finite, got {x}")
             for x in ("-1.0", "nan", "inf")
         ],
-        (["--skews", "idle-rank", "--ep", "1"], "skews must leave .* ep=1, got 'idle-rank'"),
     ],
 )
 def test_mistakes_are_found_before_there_are_workers(flags, message):

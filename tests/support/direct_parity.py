@@ -91,7 +91,8 @@ def make_inputs(
     skew: Any = routing if routing in ("lognormal", "hot", "same") else "uniform"
     num_idle = layer.local_experts if routing == "idle" else 0
     num_idle = min(num_idle, num_experts - layer.top_k)
-    scores_TE = torch.from_numpy(routing_scores(*shape, skew=skew, num_idle=num_idle, seed=seed))
+    scores_TE = torch.from_numpy(routing_scores(*shape, skew=skew, seed=seed))
+    scores_TE[:, num_experts - num_idle :] -= 100
     chosen_TK = scores_TE.topk(layer.top_k).indices
     map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool).scatter(1, chosen_TK, True)
     generator = torch.Generator().manual_seed(seed)
