@@ -30,6 +30,11 @@ from padded_dispatch.train.settings import (
 from padded_dispatch.utils.flags import Parser, flag
 
 _SEPARATOR = "--vs"
+_ABOUT_COMPARE = (
+    " Each --vs starts a contender with flags of its own, trained one after another in the same "
+    "processes; flags before the first --vs hold for all. A flag with several values behind a "
+    "--vs, such as --seed 0 1 2, makes a contender of each."
+)
 _GROUPS = (Recipe, Dispatch, Layout, Output)
 
 
@@ -38,11 +43,12 @@ def read(argv: list[str], command: str = "train") -> argparse.Namespace:
 
     Errors name `command`.
     """
+    usage = f"padded-dispatch {command} [FLAGS]"
     made = Parser(
         prog=f"padded-dispatch {command}",
-        usage=f"padded-dispatch {command} [FLAGS]",
+        usage=usage if command == "train" else f"{usage} --vs [FLAGS] ...",
         description="Train a byte-level Mixture-of-Experts GPT on the source of Python's standard "
-        "library, with Megatron-Core.",
+        "library, with Megatron-Core." + (_ABOUT_COMPARE if command == "compare" else ""),
     )
     made.add_argument(
         "--preset",
@@ -158,8 +164,8 @@ def read_factor(text: str) -> float | None:
         ) from None
 
 
-def read_compare(argv: list[str]) -> tuple[int, list[tuple[str, argparse.Namespace]]]:
-    """Return the number of repeats, and the flags of each contender by its own ones as text.
+def read_compare(argv: list[str]) -> list[tuple[str, argparse.Namespace]]:
+    """Return the flags of each contender, with its own ones as text.
 
     A flag with several values behind a `--vs` stands for a contender with each value; several such
     flags, for every combination, the last flag varying fastest.
@@ -177,35 +183,12 @@ def read_compare(argv: list[str]) -> tuple[int, list[tuple[str, argparse.Namespa
             parts.append([])
         else:
             parts[-1].append(word)
-    shared, *lists = parts
-    arguments, common = _compare_parser().parse_known_args(shared)
-    repeats: int = arguments.repeats
-    require(repeats >= 1, "--repeats", repeats, "be at least 1")
+    common, *lists = parts
+    read(common, "compare")  # It ends for --help.
     fix = "add one, such as --vs --dispatcher allgather"
     require(lists, _SEPARATOR, len(lists), "be given at least once", fix)
     own = [flags for words in lists for flags in _every_combination(words)]
-    return repeats, [(" ".join(flags), read(common + flags, "compare")) for flags in own]
-
-
-def _compare_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags that come before the first `--vs` and that `train` lacks."""
-    made = Parser(
-        prog="padded-dispatch compare",
-        usage="padded-dispatch compare [--repeats N] [FLAGS OF padded-dispatch train] "
-        "--vs [FLAGS OF padded-dispatch train] ...",
-        description="Train several contenders, one after another, in the same processes. Each --vs "
-        "starts a contender with flags of its own; flags before the first --vs hold for all. A "
-        "flag with several values behind a --vs, such as --seed 0 1 2, makes a contender of each.",
-        allow_abbrev=False,
-    )
-    made.add_argument(
-        "--repeats",
-        type=int,
-        default=1,
-        metavar="N",
-        help="train all contenders in turn, N times over",
-    )
-    return made
+    return [(" ".join(flags), read(common + flags, "compare")) for flags in own]
 
 
 def _every_combination(words: list[str]) -> list[list[str]]:

@@ -4,9 +4,8 @@
         --vs --dispatcher alltoall \\
         --vs --graph layer --capacity-factor 1 1.25 2
 
-`compare` trains its contenders one after another in the same processes, `--repeats N` times over,
-so that a drift of the machine shows in every contender. What would stop a run is found before any
-worker starts. If one fails all the same, new processes train those after it.
+`compare` trains its contenders one after another in the same processes. What would stop a run is
+found before any worker starts. If one fails all the same, new processes train those after it.
 """
 
 import argparse
@@ -41,14 +40,13 @@ def train(given: argparse.Namespace) -> int:
     return 0 if last < first else 1
 
 
-def compare(given: tuple[int, list[tuple[str, argparse.Namespace]]]) -> int:
-    """Train every contender; return 0 when all have finished. `given`: see `read_compare`.
+def compare(contenders: list[tuple[str, argparse.Namespace]]) -> int:
+    """Train every contender, see `read_compare`; return 0 when all have finished.
 
     Raises:
         ValueError: a mistake in any contender's flags, found before any worker starts.
         SystemExit: see `start_workers`; with code 1 once all others have finished.
     """
-    repeats, contenders = given
     runs = [resolve(flags) for _, flags in contenders]
     first = runs[0].layout
     for settings in runs:
@@ -59,9 +57,8 @@ def compare(given: tuple[int, list[tuple[str, argparse.Namespace]]]) -> int:
         rule = "be left out of compare, whose runs would write to one folder"
         trace = settings.dispatch.padded.trace
         require(trace is None, "--trace", trace, rule, "keep figures with --out")
-    total = repeats * len(runs)
-    titles = [f"{i + 1}/{total} {contenders[i % len(runs)][0]}".rstrip() for i in range(total)]
-    _start(runs * repeats, titles)
+    names = enumerate((name for name, _ in contenders), start=1)
+    _start(runs, [f"{i}/{len(runs)} {name}".rstrip() for i, name in names])
     return 0
 
 

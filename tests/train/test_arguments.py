@@ -178,16 +178,11 @@ def test_a_trace_is_named_by_one_flag(tmp_path):
     ],
 )
 def test_a_list_behind_vs_is_a_grid(flags, contenders):
-    assert [name for name, _ in read_compare(flags.split())[1]] == contenders
+    assert [name for name, _ in read_compare(flags.split())] == contenders
 
 
 def test_flags_before_vs_hold_for_all_and_those_behind_win():
-    repeats, found = read_compare(
-        ["--repeats", "3", "--seed", "7", "--steps", "5", "--vs", "--seed", "8", "9", "--vs"]
-    )
-    assert repeats == 3
+    found = read_compare(["--seed", "7", "--steps", "5", "--vs", "--seed", "8", "9", "--vs"])
     assert [(given.seed, given.steps) for _, given in found] == [(8, 5), (9, 5), (7, 5)]
     with pytest.raises(ValueError, match=r"^--vs must be given at least once, got 0; add one"):
         read_compare([])
-    with pytest.raises(ValueError, match=r"^--repeats must be at least 1, got 0$"):
-        read_compare(["--repeats", "0", "--vs"])

@@ -22,13 +22,14 @@ def compare(flags: str) -> int:
 
 def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     path = tmp_path / "results.json"
-    flags = f"{SMALL} --out {path} --commit abc --repeats 2 --padded-capacity-pool expert"
+    flags = f"{SMALL} --out {path} --commit abc --padded-capacity-pool expert"
     make_groups = parallel_state.initialize_model_parallel
     with (
         only_worker(),
         patch.object(parallel_state, "initialize_model_parallel", wraps=make_groups) as groups,
     ):
-        assert compare(f"{flags} --vs --capacity-factor 2 0.5 --vs --deterministic") == 0
+        every = "--vs --capacity-factor 2 0.5 --vs --deterministic"
+        assert compare(f"{flags} {every} {every}") == 0
     assert groups.call_count == 1
     (run,) = json.loads(path.read_text())["runs"]
     rows = run["rows"]
