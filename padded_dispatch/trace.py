@@ -19,7 +19,7 @@ R source ranks in an expert-parallel group.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -81,10 +81,11 @@ class Trace:
             ("num_experts", MAX_EXPERTS),
             ("top_k", self.num_experts),
             ("num_ranks", 2**31 - 1),
-            ("etp_size", self.num_ranks),
         ):
             value = getattr(self, name)
             require(1 <= value <= most, name, value, f"be from 1 to {most}")
+        etp, rule = self.etp_size, f"divide num_ranks={self.num_ranks}"
+        require(etp >= 1 and self.num_ranks % etp == 0, "etp_size", etp, rule)
         shape = self.ids_NTK.shape
         require(
             len(shape) == 3 and min(shape) >= 1 and shape[2] == self.top_k,
@@ -126,27 +127,22 @@ class Trace:
         )
 
 
-def merge(traces: Sequence[Trace], names: Sequence[object] | None = None) -> Trace:
-    """Merge traces, such as one per rank, into one.
+def merge(parts: Mapping[Any, Trace]) -> Trace:
+    """Merge traces by name, such as one per rank, into one; there is at least one.
 
     Its records are ordered by step, micro-batch, layer and rank.
-
-    Args:
-        traces: the parts, at least one.
-        names: of the parts, for errors.
 
     Raises:
         ValueError: the parts differ in a size, or hold the same (step, layer, rank) twice.
     """
-    names = [f"part {i}" for i in range(len(traces))] if names is None else names
-    first = traces[0]
-    for part, name in zip(traces, names, strict=True):
+    (first_name, first), traces = next(iter(parts.items())), parts.values()
+    for name, part in parts.items():
         for field in ("top_k", "num_tokens", *SETTINGS):
             value, expected = getattr(part, field), getattr(first, field)
-            rule = f"be {expected}, as in {names[0]}"
+            rule = f"be {expected}, as in {first_name}"
             require(value == expected, f"{name}: {field}", value, rule)
     seen: dict[tuple[int, ...], object] = {}
-    for part, name in zip(traces, names, strict=True):
+    for name, part in parts.items():
         keys = np.unique(np.stack([part.steps, part.layers, part.ranks]), axis=1)
         for step, layer, rank in keys.T.tolist():
             before = seen.setdefault((step, layer, rank), name)
@@ -211,7 +207,7 @@ def load_traces(paths: Sequence[Path]) -> Trace:
             f"{', '.join(str(path) for path in paths)} must hold a recorded step (*.npy), got "
             "none; give the folder of `train --trace`"
         )
-    merged = merge(list(traces.values()), list(traces))
+    merged = merge(traces)
     last, steps = _last_common_step(merged), np.unique(merged.steps)
     return merged.where(merged.steps <= last) if last in steps[-3:-1] else merged
 

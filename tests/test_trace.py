@@ -50,17 +50,17 @@ def test_parts_come_together_by_step_microbatch_layer_and_rank():
     steps, layers, ranks = [3] * 8 + [4] * 4, [1, 1, 2, 2] * 3, [0, 1] * 6
     whole = small_trace(steps=steps, layers=layers, ranks=ranks)
     parts = [whole.where(whole.ranks == rank) for rank in (1, 0)]
-    assert equal(merge(parts), whole)
-    assert equal(merge([whole.where(whole.steps == step) for step in (4, 3)]), whole)
+    assert equal(merge(dict(enumerate(parts))), whole)
+    assert equal(merge({step: whole.where(whole.steps == step) for step in (4, 3)}), whole)
 
 
 def test_parts_that_do_not_match_are_refused():
     trace = small_trace(steps=[3], layers=[1], ranks=[0])
-    with pytest.raises(ValueError, match="step 3, layer 1, rank 0 is in part 0 and part 1; give"):
-        merge([trace, trace])
+    with pytest.raises(ValueError, match="step 3, layer 1, rank 0 is in a and b; give"):
+        merge({"a": trace, "b": trace})
     other = small_trace(steps=[4], layers=[1], ranks=[0], num_ranks=3)
     with pytest.raises(ValueError, match=r"b: num_ranks must be 2, as in a, got 3"):
-        merge([trace, other], ["a", "b"])
+        merge({"a": trace, "b": other})
 
 
 def recorded(**kwargs) -> Trace:
@@ -109,7 +109,7 @@ def test_files_and_folders_are_merged(tmp_path):
     save(parts[0], tmp_path / "two" / "b.npy")
     save(parts[1], tmp_path / "two" / "a.npy")
     paths = [tmp_path / "one.npy", tmp_path / "two"]
-    assert equal(load_traces(paths), merge(parts))
+    assert equal(load_traces(paths), merge(dict(enumerate(parts))))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty must hold a recorded step \(\*\.npy\), got none"):
         load_traces([tmp_path / "empty"])
@@ -137,7 +137,7 @@ def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path, ranks_again):
     for rank, trace in zip(ranks_again, after, strict=True):
         save(trace, tmp_path / f"rank-{rank:05d}-step-00000020.npy")
     kept = [trace.where(trace.steps <= 20) for trace in before]
-    assert equal(load_traces([tmp_path]), merge([*kept, *after]))
+    assert equal(load_traces([tmp_path]), merge(dict(enumerate([*kept, *after]))))
 
 
 def test_ranks_of_a_killed_run_end_together(tmp_path):
@@ -209,5 +209,5 @@ def test_other_arrays_and_other_content(tmp_path):
     array["capacity_pool"] = 3
     refuse(tmp_path, file_of(array), "be below 3, got 3")
     array = good()
-    array["etp_size"] = 3
-    refuse(tmp_path, file_of(array), "be from 1 to 2, got 3")
+    array["num_ranks"], array["etp_size"] = 3, 2
+    refuse(tmp_path, file_of(array), "divide num_ranks=3, got 2")

@@ -86,7 +86,6 @@ def replay(
     Raises:
         ValueError: names the argument, its value and what to change.
     """
-    require(pool in POOLS, "pool", pool, f"be one of {', '.join(POOLS)}")
     num_layers = len(demand.layers)
     store_layers = num_layers if store_layers is None else store_layers
     rule = f"be from 1 to the trace's {num_layers} layers"
@@ -156,17 +155,13 @@ def grid(need: float) -> tuple[float, ...]:
 
 
 def _config(demand: Demand, factor: float, pool: CapacityPool) -> DispatchConfig:
-    num_sources, etp = demand.num_sources, demand.etp
-    fix = "give the expert tensor parallel size of the run"
-    rule = f"divide the {num_sources} sources of the trace"
-    require(etp >= 1 and num_sources % etp == 0, "etp", etp, rule, fix)
     return DispatchConfig(
         num_experts=demand.num_experts,
         top_k=demand.top_k,
         capacity_factor=factor,
         capacity_pool=pool,
-        num_ranks=num_sources // etp,
-        etp_size=etp,
+        num_ranks=demand.num_sources // demand.etp,
+        etp_size=demand.etp,
     )
 
 
