@@ -315,7 +315,7 @@ def record_routing(
         etp_size=config.etp_size,
         strikes=config.policy if collectives else None,
         every=every,
-        num_steps=num_steps,
+        num_steps=num_steps - steps_done,
         # Not of this rank: another stage, which may have more, must record the same steps.
         num_layers=-(-last_layer(model) // model.pipeline_model_parallel_size),
         max_bytes=_TRACE_BYTES,

@@ -92,13 +92,13 @@ def most_tokens(trace: Trace, num_ranks: int) -> int:
 
 
 def missing_ranks(trace: Trace) -> str:
-    """Return a warning where some ranks of a group did not trace a step of a layer, or nothing."""
+    """Return a warning where ranks of a group did not trace all layers of a step, or nothing."""
     num_ranks = trace.num_ranks
     keys = np.unique(np.stack([trace.steps, trace.layers, trace.ranks]), axis=1)
     steps, layers, ranks = keys
     groups = ranks // num_ranks
-    _, num_traced = np.unique(np.stack([steps, layers, groups]), axis=1, return_counts=True)
-    num_partly = int((num_traced < num_ranks).sum())
+    _, num_traced = np.unique(np.stack([steps, groups]), axis=1, return_counts=True)
+    num_partly = int((num_traced < num_ranks * len(np.unique(layers))).sum())
     if not num_partly:
         return ""
     expected = (np.unique(groups)[:, None] * num_ranks + np.arange(num_ranks)).flatten()
@@ -107,8 +107,8 @@ def missing_ranks(trace: Trace) -> str:
     what = (
         f"Traces of {len(nowhere)} of {len(expected)} ranks are missing ({named})"
         if nowhere
-        else f"{num_partly:,} of {len(num_traced):,} steps of a layer lack some of their "
-        f"{num_ranks} ranks"
+        else f"{num_partly:,} of {len(num_traced):,} steps lack some of their {num_ranks} ranks or "
+        f"{len(np.unique(layers))} layers"
     )
     return f"{what}, so their demand is unknown; give the traces of all ranks."
 

@@ -102,7 +102,7 @@ def test_missing_ranks_are_a_warning():
         "all ranks."
     ]
     (warning,) = warnings(trace.where((trace.ranks != 3) | (trace.steps < 29)))
-    assert warning.startswith("1 of 30 steps of a layer lack some of their 4 ranks, so ")
+    assert warning.startswith("1 of 30 steps lack some of their 4 ranks or 1 layers, so ")
 
 
 SIZES = dict(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
