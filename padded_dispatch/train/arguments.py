@@ -84,7 +84,7 @@ def resolve(arguments: argparse.Namespace) -> Settings:
         "num_layers": preset.num_layers,
         "seq_length": preset.seq_length,
         "micro_batch": micro_batch,
-        "global_batch": micro_batch * layout.dp * layout.pp,
+        "global_batch": micro_batch * max(1, layout.dp) * layout.pp,
         "lr": preset.lr,
     }
     return Settings(

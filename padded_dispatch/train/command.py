@@ -79,7 +79,7 @@ def _start(runs: list[Settings], titles: list[str]) -> Any:
             outcome = launch.start_workers(work, (*left, ended), num_workers=num_workers)
             break
         except SystemExit as end:
-            if end.code != 1:  # a signal
+            if end.code != 1 or ended.value == len(titles):  # a signal, or behind the last run
                 raise
             failed.append(titles[ended.value])
             ended.value += 1
