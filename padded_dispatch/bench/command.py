@@ -1,6 +1,7 @@
 """`padded-dispatch bench`: from a command line to workers, which report each row they measure."""
 
 import argparse
+import datetime
 import gc
 import itertools
 import math
@@ -26,6 +27,7 @@ from padded_dispatch.utils.launch import show, start_workers
 from padded_dispatch.utils.results import about, append_run, require_results
 
 _SHOWN_KERNELS = 24
+_VOTE = datetime.timedelta(minutes=2)  # until the errors of all ranks of a case are known
 
 
 def main(given: argparse.Namespace) -> int:
@@ -99,11 +101,12 @@ def work(settings: argparse.Namespace) -> bool:
     rows = []
     with world(settings.device) as device:
         install()
+        votes = dist.new_group(backend="gloo", timeout=_VOTE)
         # Ranks beyond `ep` hold replicas.
         for ep, cases in itertools.groupby(settings.cases, key=lambda case: case.ep):
             parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
             for case in cases:
-                rows.append(measure(case, settings, device))
+                rows.append(measure(case, settings, device, votes))
                 if settings.out is not None and dist.get_rank() == 0:
                     append_run(settings.out, run, rows[-1:])
                 show(line(rows[-1]))
@@ -115,8 +118,14 @@ def work(settings: argparse.Namespace) -> bool:
     return all(row["error"] is None for row in rows)
 
 
-def measure(case: Case, settings: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Measure one case and return its row of a results file; a collective call."""
+def measure(
+    case: Case, settings: argparse.Namespace, device: torch.device, votes: Any = None
+) -> dict[str, Any]:
+    """Measure one case and return its row of a results file; a collective call.
+
+    A case has failed if it failed on any rank of the group `votes`. Where the others wait for that
+    rank, its error ends the run once the group's time is up.
+    """
     started = time.monotonic()
     contender = CONTENDERS[case.contender]
     on_gpu = device.type == "cuda"
@@ -135,10 +144,15 @@ def measure(case: Case, settings: argparse.Namespace, device: torch.device) -> d
         "iterations": settings.iterations,
         "ranks": dist.get_world_size(),
     }
+    errors, row["error"] = [None] * dist.get_world_size(), None
     try:
-        row |= _figures(case, flags, settings, device) | {"error": None}
+        row |= _figures(case, flags, settings, device)
     except Exception as error:  # the other contenders can still be measured
         row["error"] = f"{type(error).__name__}: {error}"[:500]
+        dist.all_gather_object(errors, row["error"], group=votes)  # Its own error is the context.
+    else:
+        dist.all_gather_object(errors, row["error"], group=votes)
+        row["error"] = next(filter(None, errors), None)
     gc.collect()  # a layer is a reference cycle, and its graph holds memory
     if on_gpu:
         # Private API, no other exists: a stream's workspace would count for its first user.
