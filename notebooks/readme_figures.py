@@ -102,7 +102,7 @@ def real_runs() -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
     for run in _runs("store"):
         for row in run["rows"]:
             usual = row.get("kind") == "pretrain_gpt" and row.get("micro_batches", 4) == 4
-            if usual and row["capacity_factor"] in (FACTOR, None):
+            if usual and not row.get("exit_code") and row["capacity_factor"] in (FACTOR, None):
                 of_model = found.setdefault((row["model"], row["ep"]), {})
                 of_model[row["contender"]] = row | {"about": run["about"]}
     return found

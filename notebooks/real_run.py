@@ -142,7 +142,7 @@ def row_of(log: str) -> dict[str, Any]:
     """Return the figures of Megatron's lines of steps that are kept."""
     figures: dict[str, list[float]] = {}
     for line in re.findall(r"iteration +\d+/.*", log):
-        for name, number in re.findall(r"\| ([^|]+?): +([-+.\dE]+)", line):
+        for name, number in re.findall(r"\| ([^|]+?): +([-+.\dE]+|NAN|INF)", line):
             figures.setdefault(name, []).append(float(number))
     ms = figures.get("elapsed time per iteration (ms)", [])
     row: dict[str, Any] = {"iterations": len(ms), "ms": ms, "loss": figures.get("lm loss", [])}

@@ -75,6 +75,8 @@ def _check(given: argparse.Namespace) -> None:
     for flag in ("readme", "phases"):
         asked = getattr(given, flag)
         require(not (on_cpu and asked), flag, asked, "be left out without a GPU, which it measures")
+    rule, one = "be one size with --readme, whose table has one", len(given.ep) == 1
+    require(one or not given.readme, "ep", given.ep, rule)
     for factor in given.capacity_factors:
         finite = 0 < factor < math.inf
         require(finite, "capacity_factors", factor, "be above 0 and finite")

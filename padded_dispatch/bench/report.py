@@ -168,7 +168,7 @@ def readme_table(rows: list[dict[str, Any]]) -> str | None:
     ms = {
         (row["model"], row["main_grad"], row["contender"], row["variant"], row["graph"]): row["ms"]
         for row in rows
-        if same.items() <= row.items() and row["error"] is None
+        if same.items() <= row.items() and row["error"] is None and _fp8(row) is None
     }
     contenders = [CONTENDERS[key] for key in flags["contenders"]]
     lines = [

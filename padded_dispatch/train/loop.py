@@ -151,7 +151,7 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
         chunks=chunks,
         optimizer=optimizer,
         text=Windows(corpus.train, recipe.seq_length, recipe.seed),
-        held_out=Windows(corpus.held_out, recipe.seq_length, recipe.seed),
+        held_out=Windows(corpus.held_out, recipe.seq_length, 0),
         graphs=graphs,
         retry=retry,
     )

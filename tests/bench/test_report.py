@@ -113,7 +113,7 @@ def test_a_table_has_all_cells_of_one_command_or_is_none():
         )
     ]
     same = {"tokens": 4096, "skew": "uniform", "capacity_factor": 1.25, "graph": "layer"}
-    same["error"] = None
+    same |= {"error": None, "flags": {}}
     rows = [row | same for row in rows]
     lines = (readme_table(rows) or "").splitlines()
     assert lines[0] == (
@@ -121,7 +121,7 @@ def test_a_table_has_all_cells_of_one_command_or_is_none():
     )
     assert lines[2] == "| MoE layer of Qwen3-30B-A3B | 1.00 | 2.00 | 3.00 |"
     assert lines[5] == "| with gradients added to fp32 buffers | 10.00 | 11.00 | 12.00 |"
-    for change in ({"error": "no"}, {"tokens": 512}, {"graph": "none"}):
+    for change in ({"error": "no"}, FP8, {"tokens": 512}, {"graph": "none"}):
         assert readme_table([*rows[:-1], rows[-1] | change]) is None
 
 
