@@ -358,7 +358,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="results file")
     parser.add_argument("--commit", help="of the code")
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
-    parser.add_argument("--only", nargs="+", metavar="CONTENDER")
+    parser.add_argument("--only", nargs="+", choices=sorted({*CONTENDERS, *ON_RANKS}))
     parser.add_argument("--seconds", type=float, default=480, help="start no case later")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes in this process")
     parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
@@ -370,6 +370,8 @@ def main(argv: list[str] | None = None) -> None:
             elif "reason" in row:
                 sys.exit(row["reason"])  # The launcher ends rank 0, too.
         return
+    if given.out is None:
+        parser.error("--out must be a results file, got none")
     require_results("--out", given.out)
     tokens, models = SIZES[given.cpu]
     only = given.only or (CONTENDERS if given.ep == 1 else ON_RANKS)

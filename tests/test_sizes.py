@@ -19,7 +19,7 @@ import padded_dispatch.megatron
 from padded_dispatch.megatron.options import PaddedOptions
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("train", "compare", "tune", "bench")
+COMMANDS = ("train", "tune", "bench")
 LOG = ROOT / "notebooks" / "results" / "LOG.md"
 SLACK = 1.02
 _LAYOUT = {

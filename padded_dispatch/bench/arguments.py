@@ -24,8 +24,8 @@ def with_defaults(given: argparse.Namespace) -> argparse.Namespace:
     defaults = {
         "device": device,
         "ep": [workers],
-        "models": ["qwen3-30b-a3b", "gpt-oss-20b"] if num_gpus else ["tiny"],
-        "tokens": [4096 if num_gpus else 64],
+        "models": ["qwen3-30b-a3b", "gpt-oss-20b"] if device == "cuda" else ["tiny"],
+        "tokens": [4096 if device == "cuda" else 64],
         "contenders": [
             name
             for name, contender in CONTENDERS.items()

@@ -5,6 +5,7 @@ import datetime
 import gc
 import itertools
 import math
+import os
 import time
 from typing import Any
 
@@ -84,7 +85,9 @@ def _check(given: argparse.Namespace) -> None:
         require(ep >= 1, "ep", ep, "be at least 1")
         divides = given.workers % ep == 0
         require(divides, "ep", ep, f"divide the number of processes, {given.workers}")
-        require(on_cpu or ep <= num_gpus, "ep", ep, f"be at most {num_gpus}, the GPUs here")
+        # Under torchrun some may be on other machines.
+        fits = on_cpu or "WORLD_SIZE" in os.environ or ep <= num_gpus
+        require(fits, "ep", ep, f"be at most {num_gpus}, the GPUs here")
         for model in given.models:
             experts = MODELS[model].num_experts
             require(experts % ep == 0, "ep", ep, f"divide the {experts} experts of {model}")
@@ -183,7 +186,7 @@ def _figures(
     demand_BSE = _demand(case, data)
     kept_SE = _kept(case, layer, passes, demand_BSE)
     share, floor = kept_SE.sum().item() * len(data) / demand_BSE.sum().item(), None
-    if on_gpu:
+    if on_gpu and not CONTENDERS[case.contender].fp8:
         floor = roofline(kept_SE, case.shape, main_grad=case.main_grad != "none")
     kernels = kernels_ms(passes.run, device) if settings.phases else {}
     shown: dict[str, float] = {}  # Some names differ behind the part that is kept.

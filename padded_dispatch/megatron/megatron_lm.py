@@ -89,7 +89,7 @@ class _Run:
             # After figures of earlier steps: W&B takes no value of a step before the last one.
             self._write({"moe/retried_steps": self._num_retried}, step)
         if self._recorder is not None:
-            if get_num_microbatches() != self._num_recorded:
+            if get_num_microbatches() != self._num_recorded and dist.get_rank() == 0:
                 kept = f"the trace has the last {self._num_recorded} micro-batches of each step"
                 log_once(f"{kept}, as many as its first step had", logging.WARNING)
             self._recorder.step(step)
@@ -324,4 +324,8 @@ def record_routing(
     for earlier in folder.glob(f"{name}*.npy"):
         if int(earlier.stem.removeprefix(name)) > steps_done:
             earlier.unlink()
-    return TraceRecorder(folder / f"{name}{steps_done:08d}.npy", buffers, recording)
+    recorder = TraceRecorder(folder / f"{name}{steps_done:08d}.npy", buffers, recording)
+    if recorder.every > every and dist.get_rank() == 0:
+        words = f"one step in {recorder.every} is traced, because a rank's trace has about 1 GiB"
+        log_once(f"{words} at most", logging.WARNING)
+    return recorder

@@ -119,15 +119,17 @@ def _check(settings: Settings) -> None:
     """Raise if a run could not start, by Megatron's rules too."""
     from padded_dispatch.megatron.cpu import megatron_on_cpu
     from padded_dispatch.train.data import Windows, load_corpus
-    from padded_dispatch.train.model import transformer_config
+    from padded_dispatch.train.model import EAGER_STEPS, transformer_config
     from padded_dispatch.utils.results import require_results
 
-    layout, recipe = settings.layout, settings.recipe
+    layout, recipe, output = settings.layout, settings.recipe, settings.output
+    graphed, rule = output.steps > EAGER_STEPS, f"be above {EAGER_STEPS}, the eager ones"
+    require(graphed or output.graph == "none", "--steps", output.steps, f"{rule}, with --graph")
     corpus = load_corpus(recipe.text)
     for text in (corpus.train, corpus.held_out):
         Windows(text, recipe.seq_length, recipe.seed)
-    if settings.output.out is not None:
-        require_results("--out", settings.output.out)
+    if output.out is not None:
+        require_results("--out", output.out)
     # As in the workers: without a GPU, `install` would warn.
     on_cpu = megatron_on_cpu() if layout.device == "cpu" else contextlib.nullcontext()
     with on_cpu, padded_flags():

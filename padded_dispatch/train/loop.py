@@ -213,7 +213,7 @@ def _tracer(trainer: Trainer) -> TraceRecorder | None:
     settings, folder = trainer.settings, trainer.settings.dispatch.padded.trace
     if folder is None:
         return None
-    tracer = record_routing(
+    return record_routing(
         trainer.chunks,
         Path(folder),
         num_microbatches=settings.num_microbatches,
@@ -223,9 +223,6 @@ def _tracer(trainer: Trainer) -> TraceRecorder | None:
         steps_done=0,
         num_steps=settings.output.steps,
     )
-    if tracer and tracer.every > 1:
-        show(f"each {tracer.every}th step is traced: a rank's trace has about 1 GiB at most")
-    return tracer
 
 
 def run_passes(

@@ -51,7 +51,7 @@ def main(given: argparse.Namespace) -> int:
     Raises:
         ValueError: a wrong flag or a broken trace; names it and what to change.
     """
-    with errors_name_flags(given):
+    with errors_name_flags(given, num_layers="--store-layers"):
         return _tune(given)
 
 

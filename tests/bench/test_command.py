@@ -1,10 +1,12 @@
 """`padded-dispatch bench` from a command line to a file; its layer and its timing."""
 
 import json
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from padded_dispatch.bench import command
 from padded_dispatch.bench.arguments import read_bench
@@ -113,6 +115,20 @@ def _run(tmp_path, *flags, main=main):
     assert run["about"]["commit"] == "abc"
     assert [path.name for path in out.parent.iterdir()] == ["bench.json"]
     return code, run
+
+
+def _one_fails():
+    def figures(*args):
+        if dist.get_rank() == 1:
+            raise RuntimeError("no memory")
+        return {"ms": 1.0}
+
+    with patch.object(command, "_figures", figures):
+        return command.measure(_case(), parse(QUICK), CPU)["error"]
+
+
+def test_a_case_that_fails_on_one_rank_fails_on_all(pool2):
+    assert pool2.run(_one_fails) == ["RuntimeError: no memory"] * 2
 
 
 def _measured_by_workers(*flags):

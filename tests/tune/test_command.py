@@ -88,6 +88,10 @@ def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path)
             "good.npy --store-layers 3",
             "--store-layers must be from 1 to the trace's 2 layers, got 3",
         ),
+        (
+            "good.npy --hidden-size 8 --ffn-size 8 --store-layers -1",
+            "--store-layers must be at least 1, got -1",
+        ),
         ("good.npy --hidden-size 8 --ffn-size 0", "--ffn-size must be at least 1"),
     ],
 )
