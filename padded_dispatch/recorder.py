@@ -80,14 +80,17 @@ class Recording:
     """Settings of a recording.
 
     `num_experts` (E). `num_ranks`: sources that share an expert-parallel group. `rank`: this one
-    among all sources. `capacity_pool`, `etp_size`, `strikes`: see `Trace`. `every`: steps between
-    two records of a layer. `num_steps`: until the end of the run. `num_layers`: of a rank, alike on
-    all ranks, which so record the same steps. `max_bytes`: of the file, if it has so many layers.
+    among all sources. `hidden_size`, `fc1_width`, `capacity_pool`, `etp_size`, `strikes`: see
+    `Trace`. `every`: steps between two records of a layer. `num_steps`: until the end of the run.
+    `num_layers`: of a rank, alike on all ranks, which so record the same steps. `max_bytes`: of the
+    file, if it has so many layers.
     """
 
     num_experts: int
     num_ranks: int
     rank: int
+    hidden_size: int
+    fc1_width: int
     capacity_pool: CapacityPool
     etp_size: int
     strikes: Policy | None

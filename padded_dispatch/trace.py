@@ -34,7 +34,10 @@ from padded_dispatch.config import CapacityPool, Policy, require
 MAX_EXPERTS = 2**15 - 1  # ids are int16
 HEADER_BYTES = 512  # of a step in a file, at most
 # What a file says of the run, in each record, by the names that `Trace` has.
-SETTINGS = ("num_experts", "num_ranks", "capacity_pool", "etp_size", "strikes")
+SETTINGS = (
+    *("num_experts", "num_ranks", "hidden_size", "fc1_width"),
+    *("capacity_pool", "etp_size", "strikes"),
+)
 _NUMBERED = {  # Settings that a file has as a number: their place here.
     "capacity_pool": (None, "expert", "store"),
     "strikes": (None, "probs", "position"),
@@ -49,6 +52,8 @@ class Trace:
         num_experts: experts in all (E).
         top_k: most experts of a token (K).
         num_ranks: R; ranks 0 to R - 1 are one group, R to 2R - 1 the next.
+        hidden_size: width of a row (D).
+        fc1_width: of fc1's result for a row, of a whole expert: 2F where it is gated, else F.
         steps: int64 [N], the training step of each record.
         layers: int32 [N], the number of its MoE layer.
         ranks: int32 [N], its source rank.
@@ -67,6 +72,8 @@ class Trace:
     num_experts: int
     top_k: int
     num_ranks: int
+    hidden_size: int
+    fc1_width: int
     steps: NDArray[np.int64]
     layers: NDArray[np.int32]
     ranks: NDArray[np.int32]
@@ -80,7 +87,7 @@ class Trace:
         for name, most in (
             ("num_experts", MAX_EXPERTS),
             ("top_k", self.num_experts),
-            ("num_ranks", 2**31 - 1),
+            *((name, 2**31 - 1) for name in ("num_ranks", "hidden_size", "fc1_width")),
         ):
             value = getattr(self, name)
             require(1 <= value <= most, name, value, f"be from 1 to {most}")

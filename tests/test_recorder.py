@@ -38,7 +38,14 @@ def buffer(num_microbatches: int = 2) -> RoutingBuffer:
 
 def recording(**changes) -> Recording:
     values = dict(num_experts=5, num_ranks=1, rank=3, every=2, num_steps=6, max_bytes=2**20)
-    values |= dict(num_layers=1, capacity_pool="store", etp_size=1, strikes="position")
+    values |= dict(
+        num_layers=1,
+        hidden_size=64,
+        fc1_width=96,
+        capacity_pool="store",
+        etp_size=1,
+        strikes="position",
+    )
     return Recording(**(values | changes))
 
 

@@ -21,6 +21,8 @@ def arrays(**changes) -> dict:
         num_experts=4,
         top_k=2,
         num_ranks=2,
+        hidden_size=8,
+        fc1_width=12,
         steps=np.array([7, 7]),
         layers=np.array([1, 1], np.int32),
         ranks=np.array([0, 1], np.int32),
@@ -37,6 +39,7 @@ def arrays(**changes) -> dict:
         (arrays(top_k=5), r"top_k must be from 1 to 4, got 5"),
         (arrays(top_k=1), r"ids_NTK.shape must be .* K = 1, got \(2, 3, 2\)"),
         (arrays(num_ranks=0), "num_ranks must be from 1 to .*, got 0"),
+        (arrays(fc1_width=0), "fc1_width must be from 1 to .*, got 0"),
         (arrays(ids_NTK=arrays()["ids_NTK"] * 2), "ids_NTK must be -1 or .*=4, got -2"),
         (arrays(ids_NTK=arrays()["ids_NTK"] + 1), "ids_NTK must be .* num_experts=4, got 4"),
     ],
@@ -203,7 +206,7 @@ def test_other_arrays_and_other_content(tmp_path):
     refuse(tmp_path, file_of(array), "num_experts=6, got 6")
     array = good()
     array["num_experts"][1] = 7
-    first, other = (rf"\[{experts}, 2, 0, 1, 0\]" for experts in (6, 7))
+    first, other = (rf"\[{experts}, 2, 64, 96, 0, 1, 0\]" for experts in (6, 7))
     refuse(tmp_path, file_of(array), rf"be {first}, as in the first record, got {other}")
     array = good()
     array["capacity_pool"] = 3

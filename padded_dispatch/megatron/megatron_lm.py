@@ -311,6 +311,8 @@ def record_routing(
         num_experts=config.num_experts,
         num_ranks=num_sources,
         rank=parallel_state.get_expert_data_parallel_rank() * num_sources + dist.get_rank(group),
+        hidden_size=model.moe_latent_size or model.hidden_size,
+        fc1_width=model.moe_ffn_hidden_size * (2 if model.gated_linear_unit else 1),
         capacity_pool=config.capacity_pool,
         etp_size=config.etp_size,
         strikes=config.policy if collectives else None,

@@ -2,14 +2,12 @@
 
 import argparse
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from padded_dispatch.config import require
 from padded_dispatch.trace import Trace, load_traces
 from padded_dispatch.tune import plots, report
-from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import DROP, require_drop, study
 from padded_dispatch.tune.replay import POOLS
@@ -39,9 +37,6 @@ def read(argv: list[str]) -> argparse.Namespace:
     add("--pool", choices=POOLS, metavar="NAME", help=about)
     about = "MoE layers of a pipeline stage's chunk, which share a store (default: all)"
     add("--store-layers", type=int, metavar="N", help=about)
-    costs = made.add_argument_group("memory, where both sizes are given").add_argument
-    costs("--hidden-size", type=int, help="hidden size of the model")
-    costs("--ffn-size", type=int, help="ffn size of an expert")
     return made.parse_args(argv)
 
 
@@ -51,7 +46,7 @@ def main(given: argparse.Namespace) -> int:
     Raises:
         ValueError: a wrong flag or a broken trace; names it and what to change.
     """
-    with errors_name_flags(given, num_layers="--store-layers"):
+    with errors_name_flags(given):
         return _tune(given)
 
 
@@ -66,22 +61,14 @@ def _tune(given: argparse.Namespace) -> int:
             )
     rule, fix = "be a file", "add a name"
     require(not given.report.is_dir(), "--report", str(given.report), rule, fix)
-    if (given.hidden_size is None) != (given.ffn_size is None):
-        raise ValueError("--hidden-size and --ffn-size must be given together, got one; give both")
     require_folder("--report", given.report.parent)
-    sizes = None
-    if given.hidden_size is not None:
-        sizes = LayerSizes(hidden_size=given.hidden_size, ffn_size=given.ffn_size)
     demand = demand_of(_load(given))
-    if sizes is not None:
-        sizes = replace(sizes, num_layers=given.store_layers or len(demand.layers))
     found = study(
         demand,
         given.drop,
         name=", ".join(path.name for path in given.traces),
         pools=(given.pool,) if given.pool else POOLS,
         store_layers=given.store_layers,
-        sizes=sizes,
     )
     sys.stdout.write(f"{report.summary(found, given.report)}\n")
     svgs = {}

@@ -13,41 +13,20 @@ hidden size; F ffn size of an expert.
 """
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
-from padded_dispatch.config import DispatchConfig, kept_tokens, require, row_bytes
+from padded_dispatch.config import DispatchConfig, kept_tokens, row_bytes
 
 _ELEMENT_BYTES = 2  # bf16
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerSizes:
-    """Sizes of a MoE layer with SwiGLU experts, and how many of it one rank has.
-
-    Args:
-        hidden_size: width of a row (D).
-        ffn_size: of an expert (F).
-        num_layers: MoE layers on this rank.
-
-    Raises:
-        ValueError: for a size below 1.
-    """
-
-    hidden_size: int
-    ffn_size: int
-    num_layers: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            require(value >= 1, name, value, "be at least 1")
-
-
-def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> int:
+def kept_bytes(
+    config: DispatchConfig, num_tokens: int, *, hidden_size: int, fc1_width: int, num_layers: int
+) -> int:
     """Return the bytes that packed experts of all layers keep for backward of a micro-batch.
 
-    Of each row, fc1's result (2F), a probability and a home; of each choice of each source its row
+    Of each row, fc1's result, a probability and a home; of each choice of each source its row
     and its probability; the tokens that arrived (D), as direct stores keep them with up to 8 ranks
     that each have whole experts, else as collectives do. Recomputation, which would keep less, is
     not considered.
@@ -55,18 +34,20 @@ def kept_bytes(config: DispatchConfig, num_tokens: int, sizes: LayerSizes) -> in
     Args:
         config: with the factor.
         num_tokens: of a micro-batch, on this rank (T).
-        sizes: of the layer.
+        hidden_size: width of a row (D).
+        fc1_width: of fc1's result for a row, of a whole expert: 2F where it is gated, else F.
+        num_layers: on this rank, which share a store.
 
     Example: T = 4,096, K = 8, E = 128, R = 8, D = 2,048, F = 768 in bf16 at factor 1.25: 40,960
     rows of 3,084 bytes, 262,144 choices of 8 and 28,672 tokens of 4,096, 245.9 MB for each layer.
     """
-    width = 2 * sizes.ffn_size / config.etp_size
-    rows = config.store_rows(num_tokens, sizes.num_layers)
+    rows = config.store_rows(num_tokens, num_layers)
+    of_row = row_bytes(fc1_width / config.etp_size, _ELEMENT_BYTES)
     choices = 8 * config.num_sources * num_tokens * config.top_k
     direct, slots = config.etp_size == 1 and config.num_sources <= 8, config.wire_slots(num_tokens)
     tokens = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)
-    of_layer = choices + tokens * sizes.hidden_size * _ELEMENT_BYTES
-    return round(rows * row_bytes(width, _ELEMENT_BYTES)) + sizes.num_layers * of_layer
+    of_layer = choices + tokens * hidden_size * _ELEMENT_BYTES
+    return round(rows * of_row) + num_layers * of_layer
 
 
 def balanced_drop(*, num_tokens: int, top_k: int, num_experts: int, capacity: int) -> float:

@@ -18,14 +18,16 @@ _MOST_NAMED = 8  # missing ranks
 class Demand:
     """Counts of rows. A pass is a micro-batch of a step in one group of source ranks.
 
-    `num_tokens` (T), `top_k` (K): of a source in a pass. `steps`: [passes]. `layers`: [layers],
-    their numbers, ascending. `counts`: [passes, layers, sources, experts], rows before anything is
-    dropped. `etp`: ranks that split every expert between them; each of them is a source. `trace`:
-    what was counted, None where only counts are known.
+    `num_tokens` (T), `top_k` (K): of a source in a pass. `hidden_size`, `fc1_width`, `etp`: see
+    `Trace`. `steps`: [passes]. `layers`: [layers], their numbers, ascending. `counts`: [passes,
+    layers, sources, experts], rows before anything is dropped. `trace`: what was counted, None
+    where only counts are known.
     """
 
     num_tokens: int
     top_k: int
+    hidden_size: int
+    fc1_width: int
     steps: NDArray[np.int64]
     layers: NDArray[np.int32]
     counts: NDArray[np.integer]
@@ -54,6 +56,8 @@ def demand_of(trace: Trace) -> Demand:
     return Demand(
         num_tokens=trace.num_tokens,
         top_k=trace.top_k,
+        hidden_size=trace.hidden_size,
+        fc1_width=trace.fc1_width,
         steps=steps,
         layers=np.unique(trace.layers),
         counts=_counted(trace, trace.ids_NTK),

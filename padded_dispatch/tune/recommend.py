@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padded_dispatch.config import CapacityPool, require
-from padded_dispatch.tune.cost import LayerSizes, balanced_drop, kept_bytes
+from padded_dispatch.tune.cost import balanced_drop, kept_bytes
 from padded_dispatch.tune.demand import Demand, missing_ranks
 from padded_dispatch.tune.replay import POOLS, Replay, replay
 
@@ -175,8 +175,7 @@ class Option:
     `room`: see `Advice`. `dropped`: share of all rows; `worst_step`, `worst_layer`: share of those
     of the step and of the layer that lose most; `balanced`: of a perfectly balanced router, None
     for a store. `retried`: share of the steps in which any layer drops a row, which
-    `on_overflow="retry"` would run again. `kept_bytes`: see `cost`; None where the layer's sizes
-    are not known.
+    `on_overflow="retry"` would run again. `kept_bytes`: see `cost`.
     """
 
     factor: float
@@ -186,22 +185,20 @@ class Option:
     worst_layer: float
     balanced: float | None
     retried: float
-    kept_bytes: int | None
+    kept_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Study:
     """The answers of a trace.
 
-    `answers`: one for each kind of pool that was compared; `chosen`: the recommended one. `sizes`:
-    of the layer, None where they are not known.
+    `answers`: one for each kind of pool that was compared; `chosen`: the recommended one.
     """
 
     name: str
     demand: Demand
     answers: tuple[Recommendation, ...]
     chosen: Recommendation
-    sizes: LayerSizes | None
 
     @property
     def pool(self) -> CapacityPool:
@@ -212,6 +209,8 @@ class Study:
     def options(self) -> tuple[Option, ...]:
         """Effects of each factor with the recommended kind of pool."""
         replay, num_tokens = self.chosen.replay, self.demand.num_tokens
+        sizes = {name: getattr(self.demand, name) for name in ("hidden_size", "fc1_width")}
+        sizes["num_layers"] = replay.store_layers
         worst = (replay.dropped.sum(2) / np.maximum(replay.asked.sum(1), 1)).max(1)
         by_step = (replay.dropped.sum(1) / np.maximum(replay.asked.sum(0), 1)).max(1)
         found = []
@@ -233,7 +232,7 @@ class Study:
                     worst_layer=float(worst[i]),
                     balanced=balanced,
                     retried=float((replay.dropped[i].sum(0) > 0).mean()),
-                    kept_bytes=self.sizes and kept_bytes(config, num_tokens, self.sizes),
+                    kept_bytes=kept_bytes(config, num_tokens, **sizes),
                 )
             )
         return tuple(found)
@@ -245,7 +244,6 @@ def study(
     *,
     name: str,
     pools: Sequence[CapacityPool] = POOLS,
-    sizes: LayerSizes | None = None,
     store_layers: int | None = None,
 ) -> Study:
     """Replay the demand with each kind of pool, and recommend one.
@@ -258,7 +256,6 @@ def study(
         drop: the largest share of rows without room.
         name: of the trace, for titles.
         pools: kinds to compare, "expert" first.
-        sizes: of the layer, for costs.
         store_layers: see `replay`.
 
     Raises:
@@ -273,5 +270,4 @@ def study(
         demand=demand,
         answers=tuple(answers.values()),
         chosen=answers.get(of_run, chosen) if of_run else chosen,
-        sizes=sizes,
     )

@@ -33,12 +33,13 @@ class Replay:
     factor. `asked`: [layers, steps], rows asked for, summed over sources and micro-batches.
     `dropped`: [factors, layers, steps], rows without room; a store's are computed again, but for
     `lost`: [factors], those that collectives strike, or that one layer has beyond the store.
-    `needed`: [steps], a factor at which all have room. `needed_alone`: [layers], the same if a
-    layer had no other to share with, over all steps.
+    `store_layers`: see `replay`. `needed`: [steps], a factor at which all have room.
+    `needed_alone`: [layers], the same if a layer had no other to share with, over all steps.
     """
 
     pool: CapacityPool
     demand: Demand
+    store_layers: int
     configs: tuple[DispatchConfig, ...]
     room: NDArray[np.int64]
     asked: NDArray[np.int64]
@@ -132,6 +133,7 @@ def replay(
     return Replay(
         pool=pool,
         demand=demand,
+        store_layers=store_layers,
         configs=configs,
         room=np.array(room),
         asked=by_step(asked),

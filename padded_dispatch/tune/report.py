@@ -74,8 +74,7 @@ def factor_table(study: Study, options: Sequence[Option], *, brief: bool) -> Tab
         columns["worst layer"] = [percent(option.worst_layer) for option in options]
         if study.pool == "expert":
             columns["balanced"] = [percent(option.balanced or 0.0) for option in options]
-    if study.sizes is not None:
-        columns["GiB"] = [f"{(option.kept_bytes or 0) / 2**30:.3g}" for option in options]
+    columns["GiB"] = [f"{option.kept_bytes / 2**30:.3g}" for option in options]
     factors = [option.factor for option in options]
     return Table(
         headers=tuple(columns),
@@ -133,11 +132,8 @@ def whole(study: Study) -> str:
     else:
         note += ' They are dropped; on_overflow="retry" would run such steps again.'
         note += " Balanced: what a perfectly balanced router drops, as tokens choose at random."
-    if study.sizes is None:
-        note += " For bytes, give --hidden-size and --ffn-size."
-    else:
-        note += " GiB: kept for backward on a rank, of all its layers, for each micro-batch in"
-        note += " flight."
+    note += " GiB: kept for backward on a rank, of the layers that share a store, for each"
+    note += " micro-batch in flight."
     method = (
         f"The trace: {study.chosen.replay.asked.sum():,} rows of {len(demand.steps):,} "
         f"micro-batches in {study.chosen.overall.num_steps:,} steps, {len(study.chosen.layers)} "

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from padded_dispatch.trace import Trace, append
+from padded_dispatch.trace import SETTINGS, Trace, append
 
 
 def ascending(ids: np.ndarray, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -36,6 +36,8 @@ def small_trace(
         num_experts=num_experts,
         top_k=top_k,
         num_ranks=num_ranks,
+        hidden_size=64,
+        fc1_width=96,
         steps=np.array(steps, np.int64),
         layers=np.array(layers, np.int32),
         ranks=np.array(ranks, np.int32),
@@ -48,8 +50,8 @@ def equal(one: Trace, other: Trace) -> bool:
     """Return whether two traces have the same sizes and the same arrays."""
     names = ("steps", "layers", "ranks", "ids_NTK", "probs_NTK")
     arrays = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
-    names = ("num_experts", "top_k", "num_ranks", "capacity_pool", "etp_size", "strikes")
-    return arrays and all(getattr(one, name) == getattr(other, name) for name in names)
+    settings = ("top_k", *SETTINGS)
+    return arrays and all(getattr(one, name) == getattr(other, name) for name in settings)
 
 
 def save(trace: Trace, path: Path) -> None:
@@ -94,6 +96,8 @@ def synthetic_trace(
         num_experts=num_experts,
         top_k=top_k,
         num_ranks=num_ranks,
+        hidden_size=64,
+        fc1_width=96,
         steps=steps.astype(np.int64),
         layers=(layers + 1).astype(np.int32),
         ranks=ranks.astype(np.int32),

@@ -254,6 +254,7 @@ def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, ex
     assert_trace_says_the_same(tmp_path, counted, factor=0.5, **given)
     trace = load_traces([tmp_path])
     assert (trace.num_experts, trace.top_k, trace.num_tokens) == (8, 2, 72)
+    assert (trace.hidden_size, trace.fc1_width) == (128, 2 * 256)
     assert (trace.etp_size, trace.strikes) == exchange
     assert set(trace.steps.tolist()) == {1, 2} and len(list(tmp_path.iterdir())) == 2
 

@@ -8,7 +8,6 @@ import pytest
 
 from padded_dispatch import cli
 from padded_dispatch.tune import command, plots, report
-from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import study
 from tests.support.traces import save, synthetic_trace
@@ -34,18 +33,15 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     (tmp_path / "run").mkdir()
     for rank in (0, 1):
         save(TRACE.where(TRACE.ranks == rank), tmp_path / "run" / f"rank-{rank}.npy")
-    flags = "run --drop 0.02 --hidden-size 64 --ffn-size 48"
-    printed, page = tune(flags)
-    sizes = LayerSizes(hidden_size=64, ffn_size=48, num_layers=2)
-    found = study(DEMAND, 0.02, name="run", sizes=sizes)
+    printed, page = tune("run --drop 0.02")
+    found = study(DEMAND, 0.02, name="run")
     assert printed == report.summary(found, Path("tune.html")) + "\n"
     svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
     assert page == report.html(found, svgs)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "tune.html"}
     _, again = tune("run/rank-1.npy run/rank-0.npy --pool expert --report t/x")
     assert again == page  # The other report is elsewhere.
-    sizes = "rank-1.npy, rank-0.npy"
-    alone = study(DEMAND, name=sizes, pools=("expert",))
+    alone = study(DEMAND, name="rank-1.npy, rank-0.npy", pools=("expert",))
     words = " ".join((tmp_path / "t" / "x").read_text().split())
     assert alone.chosen.sentence() in words
 
@@ -81,18 +77,12 @@ def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path)
         ("good.npy --report .", "--report must be a file, got '.'; add a name"),
         ("nowhere.npy", "TRACE must be a trace or a folder of traces, got 'nowhere.npy'"),
         ("broken.npy", "broken.npy: must be a trace, got "),
-        ("good.npy --ffn-size 8", "--hidden-size and --ffn-size must be given together"),
         ("good.npy --from-step 20", "--from-step must be from 0 to the last, 19, got 20"),
         ("good.npy --from-step -1", "--from-step must be from 0 to the last, 19, got -1"),
         (
             "good.npy --store-layers 3",
             "--store-layers must be from 1 to the trace's 2 layers, got 3",
         ),
-        (
-            "good.npy --hidden-size 8 --ffn-size 8 --store-layers -1",
-            "--store-layers must be at least 1, got -1",
-        ),
-        ("good.npy --hidden-size 8 --ffn-size 0", "--ffn-size must be at least 1"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, flags, message):

@@ -8,14 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from padded_dispatch.config import NO_DROP, DispatchConfig
-from padded_dispatch.tune.cost import LayerSizes, balanced_drop, kept_bytes
+from padded_dispatch.tune.cost import balanced_drop, kept_bytes
 
-QWEN3 = LayerSizes(hidden_size=2048, ffn_size=768)
+QWEN3 = dict(hidden_size=2048, fc1_width=2 * 768)
 
 
 def qwen3(factor, **changes):
     sizes = {"num_experts": 128, "top_k": 8, "num_ranks": 8, "capacity_factor": factor}
     return DispatchConfig(**(sizes | changes))
+
+
+def of_layers(config, num_layers=1):
+    return kept_bytes(config, 4096, **QWEN3, num_layers=num_layers)
 
 
 def test_the_documented_example():
@@ -24,22 +28,21 @@ def test_the_documented_example():
     assert (of_row, choices) == (3084, 8 * 262_144)
     tokens = 7 * 4096 * of_token
     cells = qwen3(1.25, capacity_pool="expert")
-    assert kept_bytes(cells, 4096, QWEN3) == 40960 * of_row + choices + tokens == 245_858_304
+    assert of_layers(cells) == 40960 * of_row + choices + tokens == 245_858_304
     split = qwen3(1.25, capacity_pool="expert", etp_size=2)
     of_two = 2 * (40960 * (of_row - 1536) + choices + 8 * 4096 * of_token)
-    assert kept_bytes(split, 4096, QWEN3) == of_two
+    assert of_layers(split) == of_two
     # A store has at least five shares.
     for num_layers, rows in ((1, 5 * 32768), (4, 5 * 32768), (12, 12 * 40960)):
-        sizes = LayerSizes(hidden_size=2048, ffn_size=768, num_layers=num_layers)
         kept = num_layers * (choices + tokens) + rows * of_row
-        assert kept_bytes(qwen3(1.25, capacity_pool="store"), 4096, sizes) == kept
+        assert of_layers(qwen3(1.25, capacity_pool="store"), num_layers) == kept
     # Collectives among 16 ranks: 8 experts of 320 slots.
-    wide = kept_bytes(qwen3(1.25, num_ranks=16, capacity_pool="expert"), 4096, QWEN3)
+    wide = of_layers(qwen3(1.25, num_ranks=16, capacity_pool="expert"))
     assert wide == 40960 * of_row + 2 * choices + 16 * 2560 * of_token
     # Without drops each token may have all of its experts on one rank.
-    assert kept_bytes(qwen3(NO_DROP), 4096, QWEN3) == 8 * 4096 * 8 * of_row + choices + tokens
+    assert of_layers(qwen3(NO_DROP)) == 8 * 4096 * 8 * of_row + choices + tokens
     alone = qwen3(1.0, num_ranks=1)
-    assert kept_bytes(alone, 4096, QWEN3) == 32768 * of_row + choices // 8
+    assert of_layers(alone) == 32768 * of_row + choices // 8
 
 
 @given(st.data())

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from padded_dispatch.tune.cost import LayerSizes, balanced_drop, kept_bytes
+from padded_dispatch.tune.cost import balanced_drop, kept_bytes
 from padded_dispatch.tune.demand import Demand, demand_of
 from padded_dispatch.tune.recommend import percent, recommend, study
 from padded_dispatch.tune.replay import POOLS, replay
@@ -21,6 +21,8 @@ def demand(*needs) -> Demand:
     return Demand(
         num_tokens=T,
         top_k=1,
+        hidden_size=64,
+        fc1_width=96,
         steps=np.arange(len(first)),
         layers=np.arange(1, len(needs) + 1, dtype=np.int32),
         counts=np.stack([first, T - first], axis=-1).round().astype(np.int32),
@@ -106,7 +108,6 @@ def test_missing_ranks_are_a_warning():
 
 
 SIZES = dict(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
-LAYER = LayerSizes(hidden_size=64, ffn_size=48)
 
 
 def studied(kind, *, ranks=2, etp=1, **given):
@@ -136,8 +137,8 @@ def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_options_are_what_the_replay_says(pool):
-    found = studied("lognormal", pools=(pool,), sizes=LAYER)
-    replay = found.chosen.replay
+    found = studied("lognormal", pools=(pool,))
+    replay, sizes = found.chosen.replay, dict(hidden_size=64, fc1_width=96, num_layers=2)
     assert [option.factor for option in found.options] == replay.factors.tolist()
     for i, option in enumerate(found.options):
         dropped, config = replay.dropped[i], replay.configs[i]
@@ -148,11 +149,10 @@ def test_options_are_what_the_replay_says(pool):
         assert option.retried == (dropped.sum(0) > 0).mean()
         room = {"expert": config.capacity(64), "store": config.store_rows(64, 2)}
         assert option.room == room[pool]
-        assert option.kept_bytes == kept_bytes(config, 64, LAYER)
+        assert option.kept_bytes == kept_bytes(config, 64, **sizes)
         if pool == "store":
             assert option.balanced is None
         else:
-            sizes = dict(num_tokens=64, top_k=2, num_experts=16, capacity=option.room)
-            assert option.balanced == balanced_drop(**sizes)
+            balanced = dict(num_tokens=64, top_k=2, num_experts=16, capacity=option.room)
+            assert option.balanced == balanced_drop(**balanced)
     assert found.options[0].retried == 1.0 and found.options[-1].dropped == 0
-    assert studied("lognormal").options[0].kept_bytes is None

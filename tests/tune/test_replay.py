@@ -56,6 +56,8 @@ def demand(counts: list, *, num_tokens: int, top_k: int, steps: list[int] | None
     return Demand(
         num_tokens=num_tokens,
         top_k=top_k,
+        hidden_size=64,
+        fc1_width=96,
         steps=np.arange(len(array)) if steps is None else np.array(steps),
         layers=np.arange(1, array.shape[1] + 1, dtype=np.int32),
         counts=array,

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from padded_dispatch.tune import plots
-from padded_dispatch.tune.cost import LayerSizes
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import percent, study
 from padded_dispatch.tune.report import (
@@ -24,12 +23,11 @@ from padded_dispatch.tune.settings import blocks
 from tests.support.traces import synthetic_trace
 
 SIZES = dict(num_steps=40, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
-LAYER = LayerSizes(hidden_size=64, ffn_size=48, num_layers=3)
 
 
-def studied(*, kind="lognormal", sizes=LAYER, name="zipf <b>", **given):
+def studied(*, kind="lognormal", name="zipf <b>", **given):
     trace = synthetic_trace(kind, **SIZES, seed=1)
-    return study(demand_of(trace), name=name, sizes=sizes, **given)
+    return study(demand_of(trace), name=name, **given)
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +60,6 @@ def test_cells_of_the_tables(found):
     assert cells(table, table.marked) == shown
     brief = factor_table(found, found.options, brief=True)
     assert brief.headers == ("factor", "slots", "no room", "worst step", "GiB")
-    bare = dataclasses.replace(found, sizes=None)
-    assert factor_table(bare, bare.options, brief=True).headers[-1] == "worst step"
-    assert "give --hidden-size and --ffn-size" in whole(bare)
     table = layer_table(found)
     for number, (layer, advice) in enumerate(found.chosen.layers.items()):
         assert table.rows[number] == (
