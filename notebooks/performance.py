@@ -1,9 +1,7 @@
 """Figures and tables of `04_performance.ipynb`, drawn from `results/*.json`."""
 
 import itertools
-import json
 import re
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -23,7 +21,7 @@ SUMS = {"none": ("-", ""), "fused": ("--", ", gradients added to fp32 buffers")}
 
 def load(name: str, **conditions: Any) -> Rows:
     """Return the rows of a results file that have these values, each with `about` of its run."""
-    runs = json.loads(Path("results", f"{name}.json").read_text())["runs"]
+    runs = readme_figures.runs_in(name)
     rows = [row | {"about": run["about"]} for run in runs for row in run["rows"]]
     return [row for row in rows if all(row.get(k) == v for k, v in conditions.items())]
 

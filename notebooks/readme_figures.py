@@ -86,7 +86,7 @@ def main() -> None:
 
 def newest_table() -> tuple[str, dict[str, Any]]:
     """Return the table of a layer in Markdown, and the metadata of the run that measured it."""
-    for run in reversed(_runs("layer_bench")):
+    for run in reversed(runs_in("layer_bench")):
         at_home = run["about"]["machine"] == README_CONDITIONS["machine"]
         if at_home and (table := readme_table(run["rows"])) is not None:
             return table, run["about"]
@@ -99,7 +99,7 @@ def real_runs() -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
     Each has `about` of its run. Steps have the usual number of micro-batches.
     """
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
-    for run in _runs("store"):
+    for run in runs_in("store"):
         for row in run["rows"]:
             usual = row.get("kind") == "pretrain_gpt" and row.get("micro_batches", 4) == 4
             if usual and not row.get("exit_code") and row["capacity_factor"] in (FACTOR, None):
@@ -108,7 +108,8 @@ def real_runs() -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
     return found
 
 
-def _runs(name: str) -> list[dict[str, Any]]:
+def runs_in(name: str) -> list[dict[str, Any]]:
+    """Return the runs of a results file."""
     return json.loads((RESULTS / f"{name}.json").read_text())["runs"]
 
 

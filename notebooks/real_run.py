@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step, on each GPU")
     parser.add_argument("--capacity-factor", type=float, default=1.25)
     parser.add_argument("--iterations", type=int, default=60)
-    parser.add_argument("--text", type=Path, default=Path(torch.__file__).parent)
+    parser.add_argument("--text", type=Path, help="Python sources (default: those of torch)")
     parser.add_argument("--folder", type=Path, default=Path("runs/real_run"))
     parser.add_argument("--limit-s", type=int, default=180, help="of one contender")
     parser.add_argument("--more", default="", help="flags of Megatron-LM, for all contenders")
@@ -174,7 +174,9 @@ def main(argv: list[str] | None = None) -> None:
     folder, megatron_lm = given.folder.absolute(), given.megatron_lm.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "text.idx").exists():
-        write_text(folder / "text", given.text)
+        write_text(folder / "text", given.text or Path(torch.__file__).parent)
+    elif given.text:
+        parser.error(f"--text must be left out, got {given.text}; {folder} has a text already")
     (folder / "fused_weight_gradient_mlp_cuda.py").write_text(FUSED)
     # What is installed comes before what is in the folder.
     paths = [str(megatron_lm), environ.get("PYTHONPATH", ""), *sys.path, str(folder)]
