@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
-from padded_dispatch.config import FIT, NO_DROP
+from padded_dispatch.config import FIT
 from padded_dispatch.exchange import agreement as agreement_module
 from padded_dispatch.exchange import mirror as mirror_module
 from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes
@@ -25,26 +25,6 @@ from tests.exchange.test_mirror import grid
 from tests.support.pool import WorkerError, WorkerPool
 
 CONFIG = DispatchConfig(num_experts=4, top_k=2, num_ranks=2, capacity_factor=1.0)
-SAME = dict(T=5, D=3, E=4, K=2, factor=1.0, policy="probs", grad=False)
-SAME |= dict(dtype=torch.float32, probs_dtype=torch.float32)
-
-
-def _steps(steps: list[dict[int, dict[str, Any]]]) -> None:
-    """One dispatch per step; a step maps a rank to what it changes in `SAME`."""
-    for deviations in steps:
-        values = SAME | deviations.get(dist.get_rank(), {})
-        config = DispatchConfig(
-            num_experts=values["E"],
-            top_k=values["K"],
-            capacity_factor=values["factor"],
-            policy=values["policy"],
-            num_ranks=dist.get_world_size(),
-        )
-        dispatcher = PaddedDispatcher(config, group=dist.group.WORLD)
-        tokens_TD = torch.zeros(values["T"], values["D"], dtype=values["dtype"])
-        tokens_TD.requires_grad_(values["grad"])
-        probs_TE = torch.ones(values["T"], values["E"], dtype=values["probs_dtype"])
-        dispatcher.dispatch(tokens_TD, probs_TE, probs_TE > 0)
 
 
 def errors_of(pool: WorkerPool, fn: Any, *args: Any) -> list[str]:
@@ -55,34 +35,6 @@ def errors_of(pool: WorkerPool, fn: Any, *args: Any) -> list[str]:
     assert {type(error) for error in errors.values()} == {ValueError}
     assert sorted(errors) == list(range(pool.num_workers))
     return [str(errors[rank]) for rank in sorted(errors)]
-
-
-@pytest.mark.parametrize(
-    ("step", "name", "value", "words"),
-    [
-        (1, "T", 6, "T is 5 on rank 0, 6 on rank 1"),
-        (1, "K", 3, "top_k is 2 on rank 0, 3 on rank 1"),
-        (2, "factor", NO_DROP, "capacity_factor is 1.0 on rank 0, inf on rank 1"),
-        (1, "dtype", torch.int32, "dtype is torch.float32 on rank 0, torch.int32 on rank 1"),
-        # Rules that no shape shows.
-        (2, "factor", 1.01, "capacity_factor is 1.0 on rank 0, 1.01 on rank 1"),
-        (
-            2,
-            "probs_dtype",
-            torch.float64,
-            "dtype of probabilities is torch.float32 on rank 0, torch.float64 on rank 1",
-        ),
-        (2, "grad", True, "tokens need gradients is False on rank 0, True on rank 1"),
-    ],
-)
-def test_one_rank_differs(pool2, step, name, value, words):
-    """All that is compared is in `test_choose`."""
-    steps = [{}, {1: {name: value}}][2 - step :]
-    first, second = errors_of(pool2, _steps, steps)
-    assert first == second
-    assert first.startswith("ranks disagree about a padded dispatch: ")
-    assert words in first
-    assert "Give every rank the same config" in first
 
 
 def _grid_with_another_width_on_rank_3() -> None:

@@ -11,7 +11,7 @@ from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
+from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.megatron import options
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.config import (
@@ -23,7 +23,6 @@ from padded_dispatch.megatron.config import (
     take_over,
 )
 from padded_dispatch.megatron.fields import REFUSED, REPLACED
-from padded_dispatch.megatron.options import PaddedOptions
 
 INSTALLED = f"{package_info.MAJOR}.{package_info.MINOR}"
 
@@ -204,29 +203,6 @@ def test_alignment_follows_the_recipe(settings, rows):
     config = megatron_config(**settings)
     translated = dispatch_config(config, num_ranks=1, etp_size=1)
     assert translated.alignment == rows
-
-
-FACTORS = PaddedOptions(layer_factors={2: 3.0, 5: NO_DROP}, eval_factor=4.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "layer_number", "training", "factor"),
-    [
-        (PaddedOptions(), 2, True, 1.5),
-        (PaddedOptions(), 2, False, FIT),
-        (FACTORS, None, True, 1.5),
-        (FACTORS, 1, True, 1.5),
-        (FACTORS, 2, True, 3.0),
-        (FACTORS, 5, True, NO_DROP),
-        (FACTORS, 2, False, 4.0),
-        (PaddedOptions(layer_factors={2: 3.0}), 2, False, FIT),
-    ],
-)
-def test_factor_by_layer_and_mode(options, layer_number, training, factor):
-    config = megatron_config(moe_expert_capacity_factor=1.5)
-    config.padded_dispatch = options
-    where = {"num_ranks": 1, "etp_size": 1, "layer_number": layer_number, "training": training}
-    assert dispatch_config(config, **where).capacity_factor == factor
 
 
 OVERLAPS: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}

@@ -46,28 +46,6 @@ def test_install_is_idempotent_and_reversible():
     assert host() == before
 
 
-def test_a_later_patch_of_another_tool_stays(monkeypatch):
-    """Ours stays below it, and does nothing until the next `install`."""
-    stock, seen = TransformerConfig.__post_init__, []
-    install(PaddedOptions(eval_factor=2.0))
-    ours = TransformerConfig.__post_init__
-
-    def theirs(config: Any) -> None:
-        seen.append(config)
-        ours(config)
-
-    monkeypatch.setattr(TransformerConfig, "__post_init__", theirs)
-    for action in (install, uninstall, install, uninstall, uninstall):
-        action()
-        assert TransformerConfig.__post_init__ is theirs
-        made, installed = tiny.config(), action is install
-        assert vars(made).get("padded_dispatch") == (PaddedOptions() if installed else None)
-        assert seen.pop() is made and not seen
-    monkeypatch.undo()
-    uninstall()
-    assert TransformerConfig.__post_init__ is stock
-
-
 def test_layer_is_megatrons_own_with_our_dispatcher():
     install()
     layer = tiny.layer(tiny.config(moe_expert_capacity_factor=1.25))

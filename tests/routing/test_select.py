@@ -69,15 +69,6 @@ def test_nothing_is_selected_where_nothing_can_be_dropped(monkeypatch, capacity)
     assert selection.demand_E is None
 
 
-@POLICIES
-def test_ties_keep_the_lowest_token_in_a_map_of_any_size(policy):
-    # Where an unstable sort or top-k would show: thousands of equal probabilities.
-    map_TE = torch.ones(4099, 3, dtype=torch.bool)
-    selection = select(map_TE, torch.full((4099, 3), 0.125), capacity=1000, policy=policy)
-    expected_T = torch.arange(4099) < 1000
-    assert torch.equal(selection.kept_TE, expected_T[:, None].expand(-1, 3))
-
-
 def test_an_unknown_policy_is_refused():
     arguments = torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 2)
     with pytest.raises(ValueError, match=r"^policy must be one of probs, position, got 'rand'$"):
