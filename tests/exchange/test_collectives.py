@@ -108,16 +108,6 @@ def config_of(num_ranks: int, etp_size: int, factor: float) -> DispatchConfig:
     return DispatchConfig(**sizes, capacity_pool="store", policy="position")
 
 
-@pytest.mark.parametrize("factor", [1.5, 0.5, 0.01])
-@pytest.mark.parametrize(
-    ("num_ranks", "etp_size"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2)]
-)
-def test_layers_over_collectives_are_the_oracle(num_ranks, etp_size, factor):
-    """With so many slots that no token is struck, with some, and with one."""
-    case = make_case(config_of(num_ranks, etp_size, factor), ["thin", "one rank", "idle source"])
-    check(case, "store")
-
-
 def there_and_back(num_ranks: int, etp_size: int, layers: list[Layer], routing: str) -> list[str]:
     """Send a pass to experts, and back, in kernels of a GPU; return what differs."""
     group, etp_group, shard = grid(num_ranks, etp_size)
