@@ -104,7 +104,8 @@ def _layout_defaults(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
     for name in ("workers", "tp", "pp", "etp"):  # Checked before anything is divided by them.
         require(given.get(name, 1) > 0, flag(name), given.get(name), "be above 0")
     num_gpus = torch.cuda.device_count()
-    fits, name = device == "cuda" or given["preset"] == "tiny", given["preset"]
+    name = given["preset"]
+    fits = device == "cuda" or name == "tiny"
     require(fits, "--preset", name, "be tiny on a CPU", "run on a GPU")
     require(device == "cpu" or num_gpus, "--device", device, "be cpu where PyTorch sees no GPU")
     # Under torchrun the processes exist already, and some may be on other machines.

@@ -123,8 +123,9 @@ def _check(settings: Settings) -> None:
     from padded_dispatch.utils.results import require_results
 
     layout, recipe, output = settings.layout, settings.recipe, settings.output
-    graphed, rule = output.steps > EAGER_STEPS, f"be above {EAGER_STEPS}, the eager ones"
-    require(graphed or output.graph == "none", "--steps", output.steps, f"{rule}, with --graph")
+    enough = output.graph == "none" or output.steps > EAGER_STEPS
+    rule = f"be above {EAGER_STEPS}, the eager ones, with --graph"
+    require(enough, "--steps", output.steps, rule)
     corpus = load_corpus(recipe.text)
     for text in (corpus.train, corpus.held_out):
         Windows(text, recipe.seq_length, recipe.seed)

@@ -209,8 +209,6 @@ class Study:
     def options(self) -> tuple[Option, ...]:
         """Effects of each factor with the recommended kind of pool."""
         replay, num_tokens = self.chosen.replay, self.demand.num_tokens
-        sizes = {name: getattr(self.demand, name) for name in ("hidden_size", "fc1_width")}
-        sizes["num_layers"] = replay.store_layers
         worst = (replay.dropped.sum(2) / np.maximum(replay.asked.sum(1), 1)).max(1)
         by_step = (replay.dropped.sum(1) / np.maximum(replay.asked.sum(0), 1)).max(1)
         found = []
@@ -232,7 +230,13 @@ class Study:
                     worst_layer=float(worst[i]),
                     balanced=balanced,
                     retried=float((replay.dropped[i].sum(0) > 0).mean()),
-                    kept_bytes=kept_bytes(config, num_tokens, **sizes),
+                    kept_bytes=kept_bytes(
+                        config,
+                        num_tokens,
+                        hidden_size=self.demand.hidden_size,
+                        fc1_width=self.demand.fc1_width,
+                        num_layers=replay.store_layers,
+                    ),
                 )
             )
         return tuple(found)

@@ -1,4 +1,4 @@
-"""The cases of a sweep, and invalid ones."""
+"""The cases of a sweep, and their cells."""
 
 from padded_dispatch.bench.cases import Case, sweep
 

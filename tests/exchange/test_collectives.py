@@ -102,12 +102,6 @@ OF_RANKS = [{"tokens": num_tokens, "slots": 6} for num_tokens in (3, 1, 6, 2)]
 CPU = torch.device("cpu")
 
 
-def config_of(num_ranks: int, etp_size: int, factor: float) -> DispatchConfig:
-    sizes: Any = dict(num_experts=2 * num_ranks, top_k=min(3, 2 * num_ranks))
-    sizes |= dict(capacity_factor=factor, num_ranks=num_ranks, etp_size=etp_size)
-    return DispatchConfig(**sizes, capacity_pool="store", policy="position")
-
-
 def there_and_back(num_ranks: int, etp_size: int, layers: list[Layer], routing: str) -> list[str]:
     """Send a pass to experts, and back, in kernels of a GPU; return what differs."""
     group, etp_group, shard = grid(num_ranks, etp_size)
@@ -224,7 +218,8 @@ def test_example_of_strike():
 @pytest.mark.parametrize("factor", [4.0, 0.3])
 def test_all_ranks_start_the_same_collectives_whatever_the_routing(factor):
     """Forward and backward, with a struck token and without."""
-    config = config_of(4, 2, factor)
+    sizes: Any = dict(num_experts=8, top_k=3, num_ranks=4, etp_size=2, capacity_factor=factor)
+    config = DispatchConfig(**sizes, capacity_pool="store", policy="position")
     with recorded(8) as records:
         check(make_case(config, ["thin", "idle rank", "idle source", "masked", "none"]), "store")
     assert not records.differing()
