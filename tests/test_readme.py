@@ -89,6 +89,13 @@ def test_names_of_options_functions_and_versions_on_pages_are_those_of_the_code(
     assert table == {name.upper().replace("B", "b") for name in tests}
 
 
+def test_a_run_that_failed_is_no_figure(monkeypatch):
+    good, runs = figures.real_runs(), figures.runs_in("store")
+    failed = [row | {"exit_code": 1, "ms": []} for run in runs for row in run["rows"]]
+    monkeypatch.setattr(figures, "runs_in", lambda name: [*runs, runs[0] | {"rows": failed}])
+    assert figures.real_runs() == good
+
+
 def test_figures_of_the_readme_are_measured():
     """Matplotlib writes the text of each label into a picture, as a comment."""
     labels = set(re.findall("<!-- (.*?) -->", (figures.IMAGES / "real_run.svg").read_text()))

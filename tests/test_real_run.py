@@ -51,6 +51,12 @@ def test_rows_hold_what_each_run_says(tmp_path, monkeypatch):
     assert "swiglu" not in real_run.shape_flags("nemotron-3-super")
 
 
+def test_losses_that_are_no_numbers_keep_their_steps():
+    lines = [LINE.format(step=step, ms=1.0, ours="") for step in (1, 2, 3)]
+    lines[1] = lines[1].replace("1.25E+00", "NAN")
+    assert str(real_run.row_of("\n".join(lines))["loss"]) == "[1.25, nan, 1.25]"
+
+
 def test_text_is_a_token_for_each_word(tmp_path):
     (tmp_path / "a.py").write_text("a = a1\n")
     real_run.write_text(tmp_path / "text", tmp_path)

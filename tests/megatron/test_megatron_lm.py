@@ -16,7 +16,7 @@ from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.megatron.telemetry import padded_moe_layers
-from padded_dispatch.trace import load_traces
+from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from tests.megatron.test_telemetry import HostCount, T, model
 from tests.support import tiny
 from tests.support.gpt import megatron_adam
@@ -331,6 +331,19 @@ def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):
     assert trace.num_records == 7 * CASE.microbatches * 2
     assert trace.ids_NTK.shape[1:] == (CASE.batch * CASE.seq, CASE.top_k)
     assert (trace.num_experts, trace.num_ranks, set(trace.ranks.tolist())) == (4, 1, {0})
+
+
+def test_a_resumed_run_shares_its_file_out_to_the_steps_that_are_left(tmp_path, caplog):
+    sizes = dict(num_microbatches=1, num_tokens=T, every=1, steps_done=96, num_steps=100)
+    with tiny.one_process():
+        chunk = model(1)
+        of_step = record_bytes(T, chunk[0].config.moe_router_topk) + HEADER_BYTES
+        for number, every in ((4, 1), (2, 2)):
+            with patch.object(megatron_lm, "_TRACE_BYTES", number * of_step):
+                recorder = record_routing([chunk], tmp_path, **sizes)
+            assert recorder is not None and recorder.every == every
+            said = any("one step in 2 is traced" in line for line in caplog.messages)
+            assert said == (every == 2)
 
 
 def test_a_trace_says_once_that_steps_have_got_more_micro_batches(loop, tmp_path, caplog):

@@ -123,6 +123,7 @@ def test_every_field_is_a_flag(capsys):
             (f"{name} 0", f"{name} must be above 0.*, got 0")
             for name in ("--steps", "--workers", "--lr")
         ],
+        ("--workers 1 --pp 2", r"--workers must be a multiple of tp \* pp=2, got 1"),
         ("--lr inf", "--lr must be above 0 and finite, got inf$"),
         ("--padded-overflow-threshold 2", "--padded-overflow-threshold must be a share from 0 to"),
         ("--seed -1", r"--seed must be from 0 to 2\*\*63 - 1, got -1$"),

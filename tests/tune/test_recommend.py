@@ -105,6 +105,9 @@ def test_missing_ranks_are_a_warning():
     ]
     (warning,) = warnings(trace.where((trace.ranks != 3) | (trace.steps < 29)))
     assert warning.startswith("1 of 30 steps lack some of their 4 ranks or 1 layers, so ")
+    trace = synthetic_trace("balanced", **(sizes | {"num_layers": 2}))
+    (warning,) = warnings(trace.where((trace.layers != 2) | (trace.steps < 28)))
+    assert warning.startswith("2 of 30 steps lack some of their 4 ranks or 2 layers, so ")
 
 
 SIZES = dict(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
