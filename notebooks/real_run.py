@@ -58,10 +58,12 @@ EVERYWHERE = (
 GRAPHS = "--cuda-graph-impl transformer_engine --te-rng-tracker --cuda-graph-modules attn"
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 FACTOR = "--moe-expert-capacity-factor {factor}"
-OURS = f"--moe-token-dispatcher-type padded_alltoall {FACTOR} {GRAPHS} moe"
+PADDED = f"--moe-token-dispatcher-type padded_alltoall {FACTOR}"
+OURS = f"{PADDED} {GRAPHS} moe"
 CONTENDERS = {
     "ours": OURS,
     "ours, fp8": f"{OURS} --fp8-format hybrid --fp8-recipe tensorwise",
+    "ours, a step in one graph": f"{PADDED} --cuda-graph-impl full_iteration --te-rng-tracker",
     "stock drop-and-pad": f"{ALLTOALL} {FACTOR} --moe-pad-expert-input-to-capacity {GRAPHS} moe",
     "stock dropless, graphs of attention and router": f"{ALLTOALL} {GRAPHS} moe_router "
     "moe_preprocess",
@@ -180,7 +182,9 @@ def main(argv: list[str] | None = None) -> None:
     (folder / "fused_weight_gradient_mlp_cuda.py").write_text(FUSED)
     # What is installed comes before what is in the folder.
     paths = [str(megatron_lm), environ.get("PYTHONPATH", ""), *sys.path, str(folder)]
-    environment = {"PYTHONPATH": ":".join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    # Megatron-FSDP refuses the 1 that Megatron-LM's own recipes set.
+    connections = "8" if "--use-megatron-fsdp" in given.more else "1"
+    environment = {"PYTHONPATH": ":".join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": connections}
     command = " ".join(["notebooks/real_run.py", *(sys.argv[1:] if argv is None else argv)])
     run_about = about(num_gpus=given.ep, command=command, commit=given.commit)
     launcher = ["timeout", "-k", "10", str(given.limit_s), sys.executable]
