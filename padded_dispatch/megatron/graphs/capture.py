@@ -207,7 +207,7 @@ class IterationGraph:
 
         The next calls warm up eagerly and capture again.
         """
-        forget_iterations()
+        guard.forget_iterations()
         guard.release_stores(self._layers, captured=True)
         self._sizes = {}
 
@@ -233,16 +233,3 @@ def explain_out_of_memory() -> Iterator[None]:
             "0.18 on), more pipeline or expert parallelism, or a smaller scope of the graphs "
             f"(without 'moe'). {error}"
         ) from error
-
-
-def forget_iterations() -> None:
-    """Free Megatron's graphs of a step and of an evaluation; next calls warm up, then capture."""
-    from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
-
-    # Not by `reset_cuda_graph`, which is new in 0.18 and keeps the buffers of the batches.
-    for stage in ("training", "validation"):
-        FullCudaGraphWrapper.cuda_graph[stage] = None
-        FullCudaGraphWrapper.result[stage] = None
-        FullCudaGraphWrapper.curr_iteration[stage] = 0
-        StaticBufferLoader.static_buffers[stage] = []
-    gc.collect()

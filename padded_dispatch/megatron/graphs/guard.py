@@ -18,8 +18,10 @@ one in each step or in none. What a later batch lacks, Megatron's loader leaves 
 so the loader is guarded for all models.
 """
 
+import atexit
 import dataclasses
 import functools
+import gc
 import operator
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -92,6 +94,9 @@ def install(config: Any) -> None:
     if captures_iteration(config):
         need(_ITERATIONS, _LOADER)
         PATCHED.wrap(found(_LOADER), "__call__", _wrap_loader)
+        # Megatron-LM leaves the graph of a step to the end of Python. If the graph holds
+        # collectives, NCCL waits there for its end: https://github.com/pytorch/pytorch/issues/115388
+        atexit.register(forget_iterations)
     if config.overlap_moe_expert_parallel_comm:
         nodes = "_build_callable_nodes"
         need(f"{_PLAN}.{nodes}", field="overlap_moe_expert_parallel_comm", value=True)
@@ -112,6 +117,17 @@ def release_stores(layers: list[Any], *, captured: bool) -> None:
     stores = {id(store): store for layer in layers if (store := layer.mlp.token_dispatcher.store)}
     for store in stores.values():
         store.release(captured=captured)
+
+
+def forget_iterations() -> None:
+    """Free Megatron's graphs of a step and of an evaluation; next calls warm up, then capture."""
+    wrapper = found(_ITERATIONS)
+    # Not by `reset_cuda_graph`, which is new in 0.18 and keeps the buffers of the batches.
+    for stage in ("training", "validation"):
+        wrapper.cuda_graph[stage] = wrapper.result[stage] = None
+        wrapper.curr_iteration[stage] = 0
+        found(_LOADER).static_buffers[stage] = []
+    gc.collect()
 
 
 def state_of(layer: Any) -> tuple[Any, ...]:

@@ -155,6 +155,19 @@ def test_a_batch_that_gains_or_loses_its_mask_is_refused(megatron, monkeypatch):
     uninstall()
 
 
+def test_the_graph_of_a_step_ends_before_python_does(megatron, monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(guard.atexit, "register", at_exit.append)
+    guard.install(tiny.config("alltoall", **compat.layer_graphs("attn")))
+    assert at_exit == []
+    guard.install(tiny.config("alltoall", **compat.iteration_graph()))
+    graphs = {"training": object(), "validation": object()}
+    monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", graphs)
+    (end,) = at_exit
+    end()
+    assert graphs == {"training": None, "validation": None}
+
+
 @pytest.mark.parametrize("dispatcher", ["padded_alltoall", "alltoall"])
 def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
     megatron, monkeypatch, dispatcher
