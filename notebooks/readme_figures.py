@@ -168,19 +168,20 @@ def draw_real_run() -> Figure:
             steps = range(FIRST_STEP, len(row["ms"]) + 1)
             times = row["ms"][FIRST_STEP - 1 :]
             ax.plot(steps, times, color=colour, linewidth=1.8, label=name)
-            above = name not in ("ours, fp8", PARTIAL)  # Others may take about as long.
+            beside = {"ours, fp8": -9, PARTIAL: -9, PADDED: 8}  # Others may take about as long.
             ax.annotate(
                 f"{row['median_ms']:,.0f}",
                 (steps[-1], row["median_ms"]),
-                xytext=(4, 2 if above else -9),
+                xytext=(4, beside.get(name, 1)),
                 textcoords="offset points",
                 fontsize=8,
                 color=colour,
                 annotation_clip=False,
             )
         ax.set_title(title.replace(", ", "\n", 1), loc="left", fontsize=10, fontweight="bold")
+        ax.margins(y=0.12)
         ax.set_ylim(0, None)
-        ax.set_xlim(FIRST_STEP, steps[-1])
+        ax.set_xlim(FIRST_STEP, max(len(row["ms"]) for row in runs[key].values()))
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
         ax.set_xlabel("step")
         ax.grid(axis="y", color=PALE)

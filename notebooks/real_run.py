@@ -182,9 +182,10 @@ def main(argv: list[str] | None = None) -> None:
     (folder / "fused_weight_gradient_mlp_cuda.py").write_text(FUSED)
     # What is installed comes before what is in the folder.
     paths = [str(megatron_lm), environ.get("PYTHONPATH", ""), *sys.path, str(folder)]
+    kind = ", Megatron-FSDP" if "--use-megatron-fsdp" in given.more else ""
     # Megatron-FSDP refuses the 1 that Megatron-LM's own recipes set.
-    connections = "8" if "--use-megatron-fsdp" in given.more else "1"
-    environment = {"PYTHONPATH": ":".join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8" if kind else "1"}
+    environment["PYTHONPATH"] = ":".join(paths)
     command = " ".join(["notebooks/real_run.py", *(sys.argv[1:] if argv is None else argv)])
     run_about = about(num_gpus=given.ep, command=command, commit=given.commit)
     launcher = ["timeout", "-k", "10", str(given.limit_s), sys.executable]
@@ -210,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
             ).returncode
         row: dict[str, Any] = {
             "kind": "pretrain_gpt",
-            "model": f"{model}, {given.layers} layers",
+            "model": f"{model}, {given.layers} layers{kind}",
             "ep": given.ep,
             "contender": name,
             "micro_batches": given.micro_batches,

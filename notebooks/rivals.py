@@ -53,7 +53,7 @@ from padded_dispatch.utils.results import about, append_run, require_results
 RECORDED, STEP, LAYER = Path(__file__).parent / "results" / "routing_counts.npz", 10, 6
 SIZES = {False: ((4096, 16384), ("qwen3-30b-a3b", "gpt-oss-20b")), True: ((64,), ("tiny",))}
 SAMPLES, PASSES, SUSTAINED_MS = 5, 20, 1000
-LIMIT_S = 150  # of one row: QuACK and Triton tune when a shape is new
+LIMIT_S = 400  # of one row: QuACK and Triton tune when a shape is new
 
 Row, Inputs = dict[str, Any], SimpleNamespace
 

@@ -66,7 +66,8 @@ def test_the_word_alone_drops_nothing_and_learns_within_the_noise_of_stocks_seed
     runs = json.loads((FOLDER / "results" / "quality.json").read_text())["runs"]
     rows = [row for run in runs for row in run["rows"] if row["model"] == "small"]
     stock = {row["seed"]: row for row in rows if row["contender"] == "stock-dropless"}
-    ours = {row["seed"]: row for row in rows if row["pool"] == "store"}
+    # The last one is a seed once more.
+    ours = {row["seed"]: row for row in reversed(rows) if row["pool"] == "store"}
     assert sorted(stock) == sorted(ours) == [0, 1, 2]
     assert not any(share for row in ours.values() for share in row["dropped"])
     cells = {row["seed"]: row for row in rows if row["pool"] == "expert"}

@@ -12,10 +12,11 @@ LINE = (
     "iteration (ms): {ms} | learning rate: 3.0E-05 |{ours} lm loss: 1.25E+00 | grad norm: 74.035 |"
 )
 SCRIPT = f"""
-import fused_weight_gradient_mlp_cuda, sys
+import fused_weight_gradient_mlp_cuda, os, sys
 words = " ".join(sys.argv)
 assert "--num-experts 32" in words and "--expert-model-parallel-size 1 --train-iters 22" in words
 assert words.index("--seed 5") > words.index("--seed 1234")  # The later one counts.
+assert ("fsdp" in words) != (os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1")
 ours = " moe/dropped: 5.0E-01 | moe/expert_overload: 7.5E+00 |" if "padded" in words else ""
 for step in range(1, 23):
     print({LINE!r}.format(step=step, ms=100.5 + step, ours=ours))
@@ -47,6 +48,11 @@ def test_rows_hold_what_each_run_says(tmp_path, monkeypatch):
     assert "dropped" not in dropless
     assert [row["capacity_factor"] for row in run["rows"]] == [1.25, None]
     assert [row["exit_code"] for row in run["rows"]] == [0, 1]  # torchrun's, of a run that failed
+    only[-1] += " --use-megatron-fsdp"
+    real_run.main([*given.split()[:-2], "--models", "gpt-oss-20b", "--iterations", "22", *only])
+    sharded = json.loads(out.read_text())["runs"][1]["rows"]
+    assert [row["model"] for row in sharded] == ["gpt-oss-20b, 6 layers, Megatron-FSDP"] * 2
+    assert sharded[0]["exit_code"] == 0
     assert real_run.shape_flags("qwen3-30b-a3b").endswith("-size 768 --swiglu --qk-layernorm")
     assert "swiglu" not in real_run.shape_flags("nemotron-3-super")
 
