@@ -3,7 +3,7 @@
     for number, layer in ...:                   # before anything is captured
         buffers[number] = RoutingBuffer(...)
         layer.token_dispatcher.observers.append(buffers[number])
-    recorder = TraceRecorder(path, buffers, ...)
+    recorder = TraceRecorder(path, run, buffers, ...)
     for step in ...:
         train()
         recorder.step(step)
@@ -17,7 +17,6 @@ Letters: M micro-batches of a step; T tokens; K experts per token; E experts.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,31 +24,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import CapacityPool, Policy, require
+from padded_dispatch.config import require
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import Selection
-from padded_dispatch.trace import HEADER_BYTES, SETTINGS, Trace, append, record_bytes
+from padded_dispatch.trace import HEADER_BYTES, Trace, TracedRun, append, record_bytes
 
 
 class RoutingBuffer:
     """The choices of one layer's router in its last M micro-batches, in order: a `RoutingObserver`.
 
     Args:
+        run: its tokens are those of a micro-batch on this rank (T).
         num_microbatches: of a step (M).
-        num_tokens: tokens of a micro-batch on this rank (T).
-        top_k: most experts of a token (K).
         device: of the layer.
     """
 
     def __init__(
-        self,
-        *,
-        num_microbatches: int,
-        num_tokens: int,
-        top_k: int,
-        device: torch.device | str | int,
+        self, run: TracedRun, *, num_microbatches: int, device: torch.device | str | int
     ) -> None:
-        shape = num_microbatches, num_tokens, top_k
+        shape = num_microbatches, run.num_tokens, run.top_k
         self.ids_MTK = torch.full(shape, -1, dtype=torch.int16, device=device)
         self.probs_MTK = torch.zeros(shape, dtype=torch.float32, device=device)
 
@@ -75,62 +68,42 @@ class RoutingBuffer:
         return self.ids_MTK, self.probs_MTK
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recording:
-    """Settings of a recording.
-
-    `num_experts` (E). `num_ranks`: sources that share an expert-parallel group. `rank`: this one
-    among all sources. `hidden_size`, `fc1_width`, `capacity_pool`, `etp_size`, `strikes`: see
-    `Trace`. `every`: steps between two records of a layer. `num_steps`: until the end of the run.
-    `num_layers`: of a rank, alike on all ranks, which so record the same steps. `max_bytes`: of the
-    file, if it has so many layers.
-    """
-
-    num_experts: int
-    num_ranks: int
-    rank: int
-    hidden_size: int
-    fc1_width: int
-    capacity_pool: CapacityPool
-    etp_size: int
-    strikes: Policy | None
-    every: int
-    num_steps: int
-    num_layers: int
-    max_bytes: int
-
-
 class TraceRecorder:
     """A recorder that writes the choices of this rank's layers to one file.
 
     Args:
         path: of the file, which the first recorded step creates; an existing one is replaced.
+        run: what the trace says of it.
         buffers: of the layers, by number. All have one shape.
-        recording: its settings.
+        rank: this one among all sources.
+        every: steps between two records of a layer.
+        num_steps: until the end of the run.
+        num_layers: of a rank, alike on all ranks, which so record the same steps.
+        max_bytes: of the file, if it has so many layers.
 
     Attributes:
-        every: steps between two records of a layer: a multiple of `recording.every`, larger where
-            the file would otherwise exceed `max_bytes`.
+        every: a multiple of the argument, larger where the file would otherwise exceed `max_bytes`.
     """
 
     def __init__(
-        self, path: Path, buffers: Mapping[int, RoutingBuffer], recording: Recording
+        self,
+        path: Path,
+        run: TracedRun,
+        buffers: Mapping[int, RoutingBuffer],
+        *,
+        rank: int,
+        every: int,
+        num_steps: int,
+        num_layers: int,
+        max_bytes: int,
     ) -> None:
-        num_microbatches, num_tokens, top_k = next(iter(buffers.values())).ids_MTK.shape
-        per_layer = num_microbatches * record_bytes(num_tokens, top_k)
-        per_step = recording.num_layers * per_layer + HEADER_BYTES
-        most_steps = recording.max_bytes // per_step
-        require(
-            most_steps >= 1,
-            "max_bytes",
-            recording.max_bytes,
-            f"be at least {per_step}, the size of one step",
-        )
-        self.every = recording.every * max(
-            1, -(-(recording.num_steps // recording.every) // most_steps)
-        )
-        self._path = path
-        self._recording = recording
+        num_microbatches = len(next(iter(buffers.values())).ids_MTK)
+        per_layer = num_microbatches * record_bytes(run.num_tokens, run.top_k)
+        per_step = num_layers * per_layer + HEADER_BYTES
+        most_steps, rule = max_bytes // per_step, f"be at least {per_step}, the size of one step"
+        require(most_steps >= 1, "max_bytes", max_bytes, rule)
+        self.every = every * max(1, -(-(num_steps // every) // most_steps))
+        self._path, self._run, self._rank = path, run, rank
         self._buffers = buffers
         self._file: BinaryIO | None = None
         # Copies on a CPU are synchronous and need neither pinned memory nor an event.
@@ -168,14 +141,13 @@ class TraceRecorder:
         if self._file is None:
             self._file = self._path.open("wb")
         ids_NTK, probs_NTK = (torch.cat(parts).numpy() for parts in zip(*self._copies, strict=True))
-        num_records, _, top_k = ids_NTK.shape
+        num_records = len(ids_NTK)
         layers = np.repeat(np.array([*self._buffers], np.int32), num_records // len(self._buffers))
         step = Trace(
-            **{name: getattr(self._recording, name) for name in SETTINGS},
-            top_k=top_k,
+            run=self._run,
             steps=np.full(num_records, self._pending, np.int64),
             layers=layers,
-            ranks=np.full(num_records, self._recording.rank, np.int32),
+            ranks=np.full(num_records, self._rank, np.int32),
             ids_NTK=ids_NTK,
             probs_NTK=probs_NTK,
         )

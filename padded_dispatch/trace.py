@@ -5,7 +5,7 @@ with several micro-batches has several records of a (layer, rank), in their orde
 ids are in ascending order, then -1.
 
 A file is a sequence of NumPy arrays, one for each recorded step, each written by `np.save`. An
-array's elements are records of fixed size: `step layer rank`, `SETTINGS`, `probs ids`.
+array's elements are records of fixed size: `step layer rank`, `_IN_RECORD`, `probs ids`.
 Reading unpickles nothing. A last array that a killed process left incomplete is skipped.
 
 A recording is several files, `rank-RANK-step-STEP.npy`, where STEP steps were done before. A
@@ -20,7 +20,7 @@ R source ranks in an expert-parallel group.
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,15 +33,53 @@ from padded_dispatch.config import CapacityPool, Policy, require
 
 MAX_EXPERTS = 2**15 - 1  # ids are int16
 HEADER_BYTES = 512  # of a step in a file, at most
-# What a file says of the run, in each record, by the names that `Trace` has.
-SETTINGS = (
-    *("num_experts", "num_ranks", "hidden_size", "fc1_width"),
-    *("capacity_pool", "etp_size", "strikes"),
-)
 _NUMBERED = {  # Settings that a file has as a number: their place here.
     "capacity_pool": (None, "expert", "store"),
     "strikes": (None, "probs", "position"),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRun:
+    """Sizes and settings of a traced run, alike in all records.
+
+    Args:
+        num_tokens: tokens of a record, padding included (T).
+        top_k: most experts of a token (K).
+        num_experts: experts in all (E).
+        num_ranks: R; ranks 0 to R - 1 are one group, R to 2R - 1 the next.
+        hidden_size: width of a row (D).
+        fc1_width: of fc1's result for a row, of a whole expert: 2F where it is gated, else F.
+        capacity_pool: None if it is not known.
+        etp_size: ranks that split every expert between them; each of them is a source.
+        strikes: which tokens collectives dropped where a rank got too many, a
+            `moe_token_drop_policy`; None over direct stores, which drop none.
+
+    Raises:
+        ValueError: for a size out of range.
+    """
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    num_ranks: int
+    hidden_size: int
+    fc1_width: int
+    capacity_pool: CapacityPool | None = None
+    etp_size: int = 1
+    strikes: Policy | None = None
+
+    def __post_init__(self) -> None:
+        most = {"num_experts": MAX_EXPERTS, "top_k": self.num_experts}
+        for name in ("num_experts", "top_k", "num_tokens", "num_ranks", "hidden_size", "fc1_width"):
+            value, limit = getattr(self, name), most.get(name, 2**31 - 1)
+            require(1 <= value <= limit, name, value, f"be from 1 to {limit}")
+        etp, rule = self.etp_size, f"divide num_ranks={self.num_ranks}"
+        require(etp >= 1 and self.num_ranks % etp == 0, "etp_size", etp, rule)
+
+
+# What each record of a file says of the run, in this order; T and K are the shape of its ids.
+_IN_RECORD = tuple(f.name for f in fields(TracedRun) if f.name not in ("num_tokens", "top_k"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,71 +87,39 @@ class Trace:
     """The rows that routers asked for, before anything was dropped.
 
     Args:
-        num_experts: experts in all (E).
-        top_k: most experts of a token (K).
-        num_ranks: R; ranks 0 to R - 1 are one group, R to 2R - 1 the next.
-        hidden_size: width of a row (D).
-        fc1_width: of fc1's result for a row, of a whole expert: 2F where it is gated, else F.
+        run: sizes and settings of the run.
         steps: int64 [N], the training step of each record.
         layers: int32 [N], the number of its MoE layer.
         ranks: int32 [N], its source rank.
         ids_NTK: int16, experts in ascending order, then -1: for a padding token, and for a token
             with fewer than K experts.
         probs_NTK: float32, the probabilities of these experts, 0 where the id is -1.
-        capacity_pool: of the run; None if it is not known.
-        etp_size: ranks that split every expert between them; each of them is a source.
-        strikes: which tokens collectives dropped in the run where a rank got too many, a
-            `moe_token_drop_policy`; None over direct stores, which drop none.
 
     Raises:
-        ValueError: for a size or an expert out of range.
+        ValueError: for another shape, or an expert out of range.
     """
 
-    num_experts: int
-    top_k: int
-    num_ranks: int
-    hidden_size: int
-    fc1_width: int
+    run: TracedRun
     steps: NDArray[np.int64]
     layers: NDArray[np.int32]
     ranks: NDArray[np.int32]
     ids_NTK: NDArray[np.int16]
     probs_NTK: NDArray[np.float32]
-    capacity_pool: CapacityPool | None = None
-    etp_size: int = 1
-    strikes: Policy | None = None
 
     def __post_init__(self) -> None:
-        for name, most in (
-            ("num_experts", MAX_EXPERTS),
-            ("top_k", self.num_experts),
-            *((name, 2**31 - 1) for name in ("num_ranks", "hidden_size", "fc1_width")),
-        ):
-            value = getattr(self, name)
-            require(1 <= value <= most, name, value, f"be from 1 to {most}")
-        etp, rule = self.etp_size, f"divide num_ranks={self.num_ranks}"
-        require(etp >= 1 and self.num_ranks % etp == 0, "etp_size", etp, rule)
-        shape = self.ids_NTK.shape
-        require(
-            len(shape) == 3 and min(shape) >= 1 and shape[2] == self.top_k,
-            "ids_NTK.shape",
-            shape,
-            f"be [N, T, K] with at least one record, one token, and K = {self.top_k}",
-        )
+        num_records, *sizes = self.ids_NTK.shape
+        expected, num_experts = [self.run.num_tokens, self.run.top_k], self.run.num_experts
+        rule = f"be [N, T, K] with at least one record and [T, K] = {expected}"
+        require(num_records >= 1 and sizes == expected, "ids_NTK.shape", self.ids_NTK.shape, rule)
         lowest, highest = self.ids_NTK.min(), self.ids_NTK.max()
         found = int(highest if lowest >= -1 else lowest)
-        rule = f"be -1 or an expert below num_experts={self.num_experts}"
-        require(-1 <= found < self.num_experts, "ids_NTK", found, rule)
+        rule = f"be -1 or an expert below num_experts={num_experts}"
+        require(-1 <= found < num_experts, "ids_NTK", found, rule)
 
     @property
     def num_records(self) -> int:
         """Records (N)."""
         return self.ids_NTK.shape[0]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a record, padding included (T)."""
-        return self.ids_NTK.shape[1]
 
     @property
     def microbatches(self) -> NDArray[np.int64]:
@@ -144,9 +150,8 @@ def merge(parts: Mapping[Any, Trace]) -> Trace:
     """
     (first_name, first), traces = next(iter(parts.items())), parts.values()
     for name, part in parts.items():
-        for field in ("top_k", "num_tokens", *SETTINGS):
-            value, expected = getattr(part, field), getattr(first, field)
-            rule = f"be {expected}, as in {first_name}"
+        for field, expected in vars(first.run).items():
+            value, rule = getattr(part.run, field), f"be {expected}, as in {first_name}"
             require(value == expected, f"{name}: {field}", value, rule)
     seen: dict[tuple[int, ...], object] = {}
     for name, part in parts.items():
@@ -251,10 +256,10 @@ def record_bytes(num_tokens: int, top_k: int) -> int:
 
 def append(part: Trace, file: BinaryIO) -> None:
     """Append records to a file that was opened for binary writing; others can read them at once."""
-    records = np.empty(part.num_records, _record_dtype(part.num_tokens, part.top_k))
+    records = np.empty(part.num_records, _record_dtype(part.run.num_tokens, part.run.top_k))
     records["step"], records["layer"], records["rank"] = part.steps, part.layers, part.ranks
-    for name in SETTINGS:
-        value = getattr(part, name)
+    for name in _IN_RECORD:
+        value = getattr(part.run, name)
         records[name] = _NUMBERED[name].index(value) if name in _NUMBERED else value
     records["probs"], records["ids"] = part.probs_NTK, part.ids_NTK
     np.save(file, records, allow_pickle=False)
@@ -267,7 +272,7 @@ _MAGIC = npy.magic(1, 0)
 
 def _record_dtype(num_tokens: int, top_k: int) -> np.dtype:
     choices = num_tokens, top_k
-    fields = [(name, "<i4") for name in ("layer", "rank", *SETTINGS)]
+    fields = [(name, "<i4") for name in ("layer", "rank", *_IN_RECORD)]
     return np.dtype([("step", "<i8"), *fields, ("probs", "<f4", choices), ("ids", "<i2", choices)])
 
 
@@ -302,25 +307,25 @@ def _trace(arrays: Sequence[NDArray[np.void]]) -> Trace:
     def joined(field: str) -> NDArray:
         return np.concatenate([array[field] for array in arrays])
 
-    settings = np.stack([joined(name) for name in SETTINGS], axis=1)
+    settings = np.stack([joined(name) for name in _IN_RECORD], axis=1)
     differs = (settings != settings[0]).any(1)
     n = int(differs.argmax())
     require(
         not differs.any(),
-        f"record {n}: ({', '.join(SETTINGS)})",
+        f"record {n}: ({', '.join(_IN_RECORD)})",
         settings[n].tolist(),
         f"be {settings[0].tolist()}, as in the first record",
         "record every configuration into its own file",
     )
-    of_run: dict[str, Any] = dict(zip(SETTINGS, settings[0].tolist(), strict=True))
+    of_run: dict[str, Any] = dict(zip(_IN_RECORD, settings[0].tolist(), strict=True))
     for name, known in _NUMBERED.items():
         number = of_run[name]
         require(0 <= number < len(known), f"record 0: {name}", number, f"be below {len(known)}")
         of_run[name] = known[number]
     ids_NTK = joined("ids")
+    _, num_tokens, top_k = ids_NTK.shape
     return Trace(
-        **of_run,
-        top_k=ids_NTK.shape[2],
+        run=TracedRun(num_tokens=num_tokens, top_k=top_k, **of_run),
         steps=joined("step"),
         layers=joined("layer"),
         ranks=joined("rank"),

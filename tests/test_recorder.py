@@ -1,15 +1,16 @@
 """A recording holds the choices of the routers, at the steps to be recorded."""
 
-import dataclasses
-
 import pytest
 import torch
 
-from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder
+from padded_dispatch.recorder import RoutingBuffer, TraceRecorder
 from padded_dispatch.routing.select import select
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from tests.support.graph_protocol import Tape
 from tests.support.routings import routing_map, thin_out
+from tests.support.traces import traced_run
+
+RUN = traced_run(num_tokens=7, top_k=2, num_experts=5, num_ranks=1, capacity_pool="store")
 
 
 def microbatch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,27 +34,19 @@ def observe(buffer: RoutingBuffer, number: int) -> None:
 
 
 def buffer(num_microbatches: int = 2) -> RoutingBuffer:
-    return RoutingBuffer(num_microbatches=num_microbatches, num_tokens=7, top_k=2, device="cpu")
+    return RoutingBuffer(RUN, num_microbatches=num_microbatches, device="cpu")
 
 
-def recording(**changes) -> Recording:
-    values = dict(num_experts=5, num_ranks=1, rank=3, every=2, num_steps=6, max_bytes=2**20)
-    values |= dict(
-        num_layers=1,
-        hidden_size=64,
-        fc1_width=96,
-        capacity_pool="store",
-        etp_size=1,
-        strikes="position",
-    )
-    return Recording(**(values | changes))
+def recorder_of(path, buffers, **changes) -> TraceRecorder:
+    given = dict(rank=3, every=2, num_steps=6, num_layers=1, max_bytes=2**20)
+    return TraceRecorder(path, RUN, buffers, **given | changes)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_recorded_steps_have_all_their_microbatches_in_order(tmp_path, num_microbatches):
     buffers = {4: buffer(num_microbatches), 9: buffer(num_microbatches)}
     observe(buffers[9], 77)  # A micro-batch before the first step, as a capture makes.
-    recorder = TraceRecorder(tmp_path / "trace.npy", buffers, recording())
+    recorder = recorder_of(tmp_path / "trace.npy", buffers)
     number = {layer: 1000 * layer for layer in buffers}
     expected = []
     for step in range(1, 7):
@@ -69,8 +62,7 @@ def test_recorded_steps_have_all_their_microbatches_in_order(tmp_path, num_micro
     expected.sort()
     trace = load_traces([tmp_path])
     assert trace.ranks.tolist() == [3] * len(expected)
-    assert (trace.num_experts, trace.top_k, trace.num_ranks) == (5, 2, 1)
-    assert trace.capacity_pool == "store"
+    assert trace.run == RUN
     assert list(zip(trace.steps.tolist(), trace.layers.tolist(), strict=True)) == [
         (step, layer) for step, _, layer, _ in expected
     ]
@@ -97,13 +89,13 @@ def test_a_replayed_microbatch_is_kept_like_an_eager_one():
 def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
     per_step = 2 * record_bytes(7, 2) + HEADER_BYTES
     for steps_that_fit, every in ((3, 2), (2, 4), (1, 6)):
-        limit = recording(max_bytes=steps_that_fit * per_step + per_step // 2)
+        limit = steps_that_fit * per_step + per_step // 2
         path, filled = tmp_path / "trace.npy", buffer()
         # A rank of fewer layers records the same steps.
         more = 4 * record_bytes(7, 2) * steps_that_fit
-        many = dataclasses.replace(limit, num_layers=3, max_bytes=limit.max_bytes + more)
-        assert TraceRecorder(path, {1: buffer(), 2: buffer()}, many).every == every
-        recorder = TraceRecorder(path, {1: filled}, limit)
+        two = {1: buffer(), 2: buffer()}
+        assert recorder_of(path, two, num_layers=3, max_bytes=limit + more).every == every
+        recorder = recorder_of(path, {1: filled}, max_bytes=limit)
         assert recorder.every == every
         for step in range(1, 7):
             observe(filled, step)
@@ -111,9 +103,9 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
         recorder.close()
         trace = load_traces([path])
         assert sorted(set(trace.steps.tolist())) == list(range(every, 7, every))
-        assert path.stat().st_size <= limit.max_bytes
+        assert path.stat().st_size <= limit
     with pytest.raises(ValueError, match=rf"max_bytes must be at least {per_step}, .*, got 9"):
-        TraceRecorder(path, {1: buffer()}, recording(max_bytes=9))
+        recorder_of(path, {1: buffer()}, max_bytes=9)
 
 
 def test_probabilities_that_a_trace_cannot_hold():

@@ -3,7 +3,6 @@
 Parts of a recording come together again, also after a run that was killed or resumed.
 """
 
-import dataclasses
 import io
 import pickle
 from pathlib import Path
@@ -11,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from padded_dispatch.trace import HEADER_BYTES, Trace, append, load_traces, merge
-from tests.support.traces import equal, save, small_trace
+from padded_dispatch.trace import HEADER_BYTES, Trace, TracedRun, append, load_traces, merge
+from tests.support.traces import equal, of_run, save, small_trace, traced_run
+
+
+def run(**changes) -> TracedRun:
+    """Three tokens of a record, two of four experts each."""
+    return traced_run(**dict(num_tokens=3, top_k=2, num_experts=4, num_ranks=2) | changes)
 
 
 def arrays(**changes) -> dict:
-    """Two records of three tokens, two of four experts each."""
+    """Two records."""
     values = dict(
-        num_experts=4,
-        top_k=2,
-        num_ranks=2,
-        hidden_size=8,
-        fc1_width=12,
         steps=np.array([7, 7]),
         layers=np.array([1, 1], np.int32),
         ranks=np.array([0, 1], np.int32),
@@ -35,18 +34,31 @@ def arrays(**changes) -> dict:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (arrays(num_experts=2**15), r"num_experts must be from 1 to 32767, got 32768"),
-        (arrays(top_k=5), r"top_k must be from 1 to 4, got 5"),
-        (arrays(top_k=1), r"ids_NTK.shape must be .* K = 1, got \(2, 3, 2\)"),
-        (arrays(num_ranks=0), "num_ranks must be from 1 to .*, got 0"),
-        (arrays(fc1_width=0), "fc1_width must be from 1 to .*, got 0"),
+        (dict(num_experts=2**15), r"num_experts must be from 1 to 32767, got 32768"),
+        (dict(top_k=5), r"top_k must be from 1 to 4, got 5"),
+        (dict(num_tokens=0), "num_tokens must be from 1 to .*, got 0"),
+        (dict(num_ranks=0), "num_ranks must be from 1 to .*, got 0"),
+        (dict(fc1_width=0), "fc1_width must be from 1 to .*, got 0"),
+        (dict(etp_size=3), "etp_size must divide num_ranks=2, got 3"),
+    ],
+)
+def test_a_run_of_other_sizes_is_refused_by_name(values, message):
+    with pytest.raises(ValueError, match=message):
+        run(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (arrays(run=run(top_k=1)), r"ids_NTK.shape must be .*\[3, 1\], got \(2, 3, 2\)"),
+        (arrays(ids_NTK=arrays()["ids_NTK"][:0]), r"ids_NTK.shape must be .*, got \(0, 3, 2\)"),
         (arrays(ids_NTK=arrays()["ids_NTK"] * 2), "ids_NTK must be -1 or .*=4, got -2"),
         (arrays(ids_NTK=arrays()["ids_NTK"] + 1), "ids_NTK must be .* num_experts=4, got 4"),
     ],
 )
 def test_anything_else_is_refused_by_name(values, message):
     with pytest.raises(ValueError, match=message):
-        Trace(**values)
+        Trace(**dict(run=run()) | values)
 
 
 def test_parts_come_together_by_step_microbatch_layer_and_rank():
@@ -72,8 +84,8 @@ def recorded(**kwargs) -> Trace:
 
 def test_what_was_appended_is_read(tmp_path):
     """By any reader at once, and by NumPy alone."""
-    path, of_run = tmp_path / "trace.npy", {"capacity_pool": "store", "strikes": "position"}
-    whole = dataclasses.replace(recorded(), etp_size=2, **of_run)
+    path = tmp_path / "trace.npy"
+    whole = of_run(recorded(), etp_size=2, capacity_pool="store", strikes="position")
     with path.open("wb") as file:
         for step in (3, 8):
             append(whole.where(whole.steps == step), file)

@@ -32,7 +32,8 @@ from padded_dispatch.config import require
 from padded_dispatch.megatron.config import is_ours, last_layer, log_once, padded_options
 from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
-from padded_dispatch.recorder import Recording, RoutingBuffer, TraceRecorder
+from padded_dispatch.recorder import RoutingBuffer, TraceRecorder
+from padded_dispatch.trace import TracedRun
 from padded_dispatch.utils.patches import PATCHED
 from padded_dispatch.utils.results import require_folder
 
@@ -292,41 +293,42 @@ def record_routing(
         times = getattr(model, name, None) or once
         rule = f"be {once} with a trace, which has a record of each layer and micro-batch"
         require(times == once, name, times, rule, "leave out one of the two")
-    buffers = {}
-    for number, layer in layers.items():
-        dispatch = layer.token_dispatcher.dispatch_config
-        buffers[number] = RoutingBuffer(
-            num_microbatches=num_microbatches,
-            num_tokens=num_tokens,
-            top_k=dispatch.top_k,
-            device=layer.router.weight.device,
-        )
-        layer.token_dispatcher.observers.append(buffers[number])
-    folder.mkdir(parents=True, exist_ok=True)
     dispatcher = next(iter(layers.values())).token_dispatcher
     config, collectives = dispatcher.dispatch_config, dispatcher.exchange.kind == "alltoall"
     num_sources = dispatcher.ep_size * dispatcher.tp_size
-    group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
-    recording = Recording(
+    run = TracedRun(
+        num_tokens=num_tokens,
+        top_k=config.top_k,
         num_experts=config.num_experts,
         num_ranks=num_sources,
-        rank=parallel_state.get_expert_data_parallel_rank() * num_sources + dist.get_rank(group),
         hidden_size=model.moe_latent_size or model.hidden_size,
         fc1_width=model.moe_ffn_hidden_size * (2 if model.gated_linear_unit else 1),
         capacity_pool=config.capacity_pool,
         etp_size=config.etp_size,
         strikes=config.policy if collectives else None,
+    )
+    buffers = {}
+    for number, layer in layers.items():
+        device = layer.router.weight.device
+        buffers[number] = RoutingBuffer(run, num_microbatches=num_microbatches, device=device)
+        layer.token_dispatcher.observers.append(buffers[number])
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"rank-{dist.get_rank():05d}-step-"
+    for earlier in folder.glob(f"{name}*.npy"):
+        if int(earlier.stem.removeprefix(name)) > steps_done:
+            earlier.unlink()
+    group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
+    recorder = TraceRecorder(
+        folder / f"{name}{steps_done:08d}.npy",
+        run,
+        buffers,
+        rank=parallel_state.get_expert_data_parallel_rank() * num_sources + dist.get_rank(group),
         every=every,
         num_steps=num_steps - steps_done,
         # Not of this rank: another stage, which may have more, must record the same steps.
         num_layers=-(-last_layer(model) // model.pipeline_model_parallel_size),
         max_bytes=_TRACE_BYTES,
     )
-    name = f"rank-{dist.get_rank():05d}-step-"
-    for earlier in folder.glob(f"{name}*.npy"):
-        if int(earlier.stem.removeprefix(name)) > steps_done:
-            earlier.unlink()
-    recorder = TraceRecorder(folder / f"{name}{steps_done:08d}.npy", buffers, recording)
     if recorder.every > every and dist.get_rank() == 0:
         words = f"one step in {recorder.every} is traced, because a rank's trace has about 1 GiB"
         log_once(f"{words} at most", logging.WARNING)

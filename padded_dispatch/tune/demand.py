@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import Policy
-from padded_dispatch.trace import Trace
+from padded_dispatch.trace import Trace, TracedRun
 
 _MOST_NAMED = 8  # missing ranks
 
@@ -18,69 +17,50 @@ _MOST_NAMED = 8  # missing ranks
 class Demand:
     """Counts of rows. A pass is a micro-batch of a step in one group of source ranks.
 
-    `num_tokens` (T), `top_k` (K): of a source in a pass. `hidden_size`, `fc1_width`, `etp`: see
-    `Trace`. `steps`: [passes]. `layers`: [layers], their numbers, ascending. `counts`: [passes,
-    layers, sources, experts], rows before anything is dropped. `trace`: what was counted, None
-    where only counts are known.
+    `run`: see `Trace`. `steps`: [passes]. `layers`: [layers], their numbers, ascending. `counts`:
+    [passes, layers, sources, experts], rows before anything is dropped. `trace`: what was counted,
+    None where only counts are known.
     """
 
-    num_tokens: int
-    top_k: int
-    hidden_size: int
-    fc1_width: int
+    run: TracedRun
     steps: NDArray[np.int64]
     layers: NDArray[np.int32]
     counts: NDArray[np.integer]
-    etp: int = 1
     trace: Trace | None = None
-
-    @property
-    def num_sources(self) -> int:
-        """Source ranks of a group."""
-        return self.counts.shape[2]
-
-    @property
-    def num_experts(self) -> int:
-        """Experts in all (E)."""
-        return self.counts.shape[3]
 
     @property
     def mean_rows(self) -> float:
         """Rows of a (source, expert) in perfect balance."""
-        return self.num_tokens * self.top_k / self.num_experts
+        return self.run.num_tokens * self.run.top_k / self.run.num_experts
 
 
 def demand_of(trace: Trace) -> Demand:
     """Count the rows of a trace."""
     steps, _ = _passes(trace)
     return Demand(
-        num_tokens=trace.num_tokens,
-        top_k=trace.top_k,
-        hidden_size=trace.hidden_size,
-        fc1_width=trace.fc1_width,
+        run=trace.run,
         steps=steps,
         layers=np.unique(trace.layers),
         counts=_counted(trace, trace.ids_NTK),
-        etp=trace.etp_size,
         trace=trace,
     )
 
 
-def strike(trace: Trace, num_slots: int, num_ranks: int, policy: Policy) -> NDArray[np.int32]:
+def strike(trace: Trace, num_slots: int, num_ranks: int) -> NDArray[np.int32]:
     """Count the rows that collectives send, like `Demand.counts`.
 
     Of the tokens of a source that have experts on one rank, `num_slots` keep their rows there:
-    those with the largest sum of probabilities there, or the first ones, as `policy` says; see
-    `exchange.collectives.Collectives.strike`.
+    those with the largest sum of probabilities there, or the first ones, as `TracedRun.strikes`
+    says; see `exchange.collectives.Collectives.strike`.
     """
     ids_NTK = np.empty_like(trace.ids_NTK)
-    per_rank = trace.num_experts // num_ranks
+    per_rank = trace.run.num_experts // num_ranks
     for n, ids_TK in enumerate(trace.ids_NTK):
         token_T1 = np.arange(len(ids_TK))[:, None]
         rank_TK = np.where(ids_TK < 0, num_ranks, ids_TK // per_rank)
         weight_TR = np.full((len(ids_TK), num_ranks + 1), -np.inf, np.float32)
         weight_TR[token_T1, rank_TK] = 0
-        if policy == "probs":
+        if trace.run.strikes == "probs":
             np.add.at(weight_TR, (token_T1, rank_TK), trace.probs_NTK[n])
         order_TR = np.argsort(-weight_TR, axis=0, kind="stable")
         kept_TR = np.zeros(weight_TR.shape, bool)
@@ -91,13 +71,14 @@ def strike(trace: Trace, num_slots: int, num_ranks: int, policy: Policy) -> NDAr
 
 def most_tokens(trace: Trace, num_ranks: int) -> int:
     """Return the most tokens of a record with an expert on one rank."""
-    rank_NTK = np.where(trace.ids_NTK < 0, -1, trace.ids_NTK // (trace.num_experts // num_ranks))
+    per_rank = trace.run.num_experts // num_ranks
+    rank_NTK = np.where(trace.ids_NTK < 0, -1, trace.ids_NTK // per_rank)
     return max(int((rank_NTK == rank).any(2).sum(1).max()) for rank in range(num_ranks))
 
 
 def missing_ranks(trace: Trace) -> str:
     """Return a warning where ranks of a group did not trace all layers of a step, or nothing."""
-    num_ranks = trace.num_ranks
+    num_ranks = trace.run.num_ranks
     keys = np.unique(np.stack([trace.steps, trace.layers, trace.ranks]), axis=1)
     steps, layers, ranks = keys
     groups = ranks // num_ranks
@@ -119,7 +100,7 @@ def missing_ranks(trace: Trace) -> str:
 
 def _passes(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the step of every pass, and the pass of every record."""
-    keys = np.stack([trace.steps, trace.microbatches, trace.ranks // trace.num_ranks])
+    keys = np.stack([trace.steps, trace.microbatches, trace.ranks // trace.run.num_ranks])
     passes, pass_of_record = np.unique(keys, axis=1, return_inverse=True)
     return passes[0], pass_of_record.reshape(-1)
 
@@ -128,9 +109,9 @@ def _counted(trace: Trace, ids_NTK: NDArray[np.int16]) -> NDArray[np.int32]:
     """Return the rows of every (pass, layer, source, expert)."""
     steps, pass_of_record = _passes(trace)
     layers, layer_of_record = np.unique(trace.layers, return_inverse=True)
-    shape = len(steps), len(layers), trace.num_ranks, trace.num_experts
-    counts = np.zeros(shape, np.int32)
-    sources = trace.ranks % trace.num_ranks
+    num_ranks, num_experts = trace.run.num_ranks, trace.run.num_experts
+    counts = np.zeros((len(steps), len(layers), num_ranks, num_experts), np.int32)
+    sources = trace.ranks % num_ranks
     for ids_TK, *place in zip(ids_NTK, pass_of_record, layer_of_record, sources, strict=True):
-        counts[tuple(place)] = np.bincount(ids_TK[ids_TK >= 0], minlength=trace.num_experts)
+        counts[tuple(place)] = np.bincount(ids_TK[ids_TK >= 0], minlength=num_experts)
     return counts

@@ -208,7 +208,7 @@ class Study:
     @cached_property
     def options(self) -> tuple[Option, ...]:
         """Effects of each factor with the recommended kind of pool."""
-        replay, num_tokens = self.chosen.replay, self.demand.num_tokens
+        replay, run = self.chosen.replay, self.demand.run
         worst = (replay.dropped.sum(2) / np.maximum(replay.asked.sum(1), 1)).max(1)
         by_step = (replay.dropped.sum(1) / np.maximum(replay.asked.sum(0), 1)).max(1)
         found = []
@@ -216,10 +216,10 @@ class Study:
             balanced = None
             if self.pool == "expert":
                 balanced = balanced_drop(
-                    num_tokens=num_tokens,
+                    num_tokens=run.num_tokens,
                     top_k=config.top_k,
                     num_experts=config.num_experts,
-                    capacity=config.capacity(num_tokens),
+                    capacity=config.capacity(run.num_tokens),
                 )
             found.append(
                 Option(
@@ -232,9 +232,9 @@ class Study:
                     retried=float((replay.dropped[i].sum(0) > 0).mean()),
                     kept_bytes=kept_bytes(
                         config,
-                        num_tokens,
-                        hidden_size=self.demand.hidden_size,
-                        fc1_width=self.demand.fc1_width,
+                        run.num_tokens,
+                        hidden_size=run.hidden_size,
+                        fc1_width=run.fc1_width,
                         num_layers=replay.store_layers,
                     ),
                 )
@@ -268,7 +268,7 @@ def study(
     replays = {pool: replay(demand, pool=pool, store_layers=store_layers) for pool in pools}
     answers = {pool: recommend(replayed, drop) for pool, replayed in replays.items()}
     chosen = min(answers.values(), key=lambda answer: answer.overall.factor)
-    of_run = demand.trace.capacity_pool if demand.trace else None
+    of_run = demand.run.capacity_pool
     return Study(
         name=name,
         demand=demand,

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padded_dispatch.config import CapacityPool, DispatchConfig, require
+from padded_dispatch.trace import TracedRun
 from padded_dispatch.tune.demand import Demand, most_tokens, strike
 
 POOLS: tuple[CapacityPool, ...] = ("expert", "store")
@@ -91,35 +92,35 @@ def replay(
     store_layers = num_layers if store_layers is None else store_layers
     rule = f"be from 1 to the trace's {num_layers} layers"
     require(1 <= store_layers <= num_layers, "store_layers", store_layers, rule)
-    trace, config = demand.trace, _config(demand, 1.0, pool)
+    run, config = demand.run, _config(demand.run, 1.0, pool)
     crosses = pool == "store" and config.num_ranks > 1  # Cells always have slots on the wire.
-    strikes = trace.strikes if trace and crosses else None
+    struck = demand.trace if crosses and run.strikes else None
     stacks = [slice(i, i + store_layers) for i in range(0, num_layers, store_layers)]
     steps, step_of_pass = np.unique(demand.steps, return_inverse=True)
     needed, needed_alone = _needed(demand, config, stacks)
-    if strikes and trace:
-        crossing = most_tokens(trace, config.num_ranks) * config.num_ranks
-        needed = np.maximum(needed, crossing / (demand.num_tokens * demand.top_k))
+    if struck:
+        crossing = most_tokens(struck, config.num_ranks) * config.num_ranks
+        needed = np.maximum(needed, crossing / (run.num_tokens * run.top_k))
     factors = sorted(map(float, grid(float(needed.max())) if factors is None else factors))
     require(len(factors) >= 1, "factors", factors, "hold at least one factor")
-    configs = tuple(_config(demand, factor, pool) for factor in factors)
+    configs = tuple(_config(run, factor, pool) for factor in factors)
     asked = demand.counts.sum((2, 3), dtype=np.int64)
     room, kept, lost = [], [], [0] * len(configs)
     for i, config in enumerate(configs):
         if pool == "expert":
-            room.append(config.capacity(demand.num_tokens))
+            room.append(config.capacity(run.num_tokens))
             kept.append(np.minimum(demand.counts, room[-1]).sum((2, 3), dtype=np.int64))
             continue
-        counts, num_slots = demand.counts, config.wire_slots(demand.num_tokens)
-        if strikes and trace and num_slots < demand.num_tokens:
-            counts = strike(trace, num_slots, config.num_ranks, strikes)
+        counts, num_slots = demand.counts, config.wire_slots(run.num_tokens)
+        if struck and num_slots < run.num_tokens:
+            counts = strike(struck, num_slots, config.num_ranks)
             lost[i] = int(asked.sum() - counts.sum())
-        room.append(config.store_rows(demand.num_tokens, store_layers))
+        room.append(config.store_rows(run.num_tokens, store_layers))
         rows = _by_rank(counts, config)
         in_use = []
         for stack in stacks:  # The last one may have fewer layers.
             sums = rows[:, stack].cumsum(1)
-            limit = config.store_rows(demand.num_tokens, sums.shape[1])
+            limit = config.store_rows(run.num_tokens, sums.shape[1])
             in_use.append(np.minimum(sums, limit))
             lost[i] += int(np.maximum(rows[:, stack] - limit, 0).sum())
         stays = [np.diff(tops, axis=1, prepend=0).sum(2) for tops in in_use]
@@ -156,14 +157,14 @@ def grid(need: float) -> tuple[float, ...]:
     return (*(factor for factor in factors if factor < last), last)
 
 
-def _config(demand: Demand, factor: float, pool: CapacityPool) -> DispatchConfig:
+def _config(run: TracedRun, factor: float, pool: CapacityPool) -> DispatchConfig:
     return DispatchConfig(
-        num_experts=demand.num_experts,
-        top_k=demand.top_k,
+        num_experts=run.num_experts,
+        top_k=run.top_k,
         capacity_factor=factor,
         capacity_pool=pool,
-        num_ranks=demand.num_sources // demand.etp,
-        etp_size=demand.etp,
+        num_ranks=run.num_ranks // run.etp_size,
+        etp_size=run.etp_size,
     )
 
 
@@ -180,7 +181,7 @@ def _needed(
     if config.capacity_pool == "expert":
         most = demand.counts.max((2, 3)) / demand.mean_rows
         return most.max(1), most.max(0)
-    share = config.share(demand.num_tokens)
+    share = config.share(demand.run.num_tokens)
     rows = _by_rank(demand.counts, config)
     sums = [rows[:, stack].sum(1) / (rows[0, stack].shape[0] * share) for stack in stacks]
     return np.max(sums, axis=(0, 2)), rows.max((0, 2)) / share

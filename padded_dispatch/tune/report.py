@@ -118,7 +118,7 @@ def summary(study: Study, report: Path) -> str:
 
 def whole(study: Study) -> str:
     """Return the text of the page."""
-    demand, own = study.demand, study.pool == "expert"
+    run, own = study.demand.run, study.pool == "expert"
     every, factor = max(1, len(study.options) // _PAGE_ROWS), study.chosen.overall.factor
     options = [
         option
@@ -135,10 +135,10 @@ def whole(study: Study) -> str:
     note += " GiB: kept for backward on a rank, of the layers that share a store, for each"
     note += " micro-batch in flight."
     method = (
-        f"The trace: {study.chosen.replay.asked.sum():,} rows of {len(demand.steps):,} "
+        f"The trace: {study.chosen.replay.asked.sum():,} rows of {len(study.demand.steps):,} "
         f"micro-batches in {study.chosen.overall.num_steps:,} steps, {len(study.chosen.layers)} "
-        f"layers; {demand.num_experts} experts, top-{demand.top_k}, {demand.num_sources} source "
-        f"ranks of {demand.num_tokens:,} tokens each. Every micro-batch was replayed at "
+        f"layers; {run.num_experts} experts, top-{run.top_k}, {run.num_ranks} source "
+        f"ranks of {run.num_tokens:,} tokens each. Every micro-batch was replayed at "
         f"{len(study.options)} factors with the dispatcher's own rule: the counts are exact. "
         "Dropping changes what is learned; a trace does not show how much."
     )

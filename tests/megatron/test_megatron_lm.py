@@ -330,7 +330,7 @@ def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):
     assert sorted(set(trace.steps.tolist())) == [1, 2, 3, 4, 5, 6, 7]
     assert trace.num_records == 7 * CASE.microbatches * 2
     assert trace.ids_NTK.shape[1:] == (CASE.batch * CASE.seq, CASE.top_k)
-    assert (trace.num_experts, trace.num_ranks, set(trace.ranks.tolist())) == (4, 1, {0})
+    assert (trace.run.num_experts, trace.run.num_ranks, set(trace.ranks.tolist())) == (4, 1, {0})
 
 
 def test_a_resumed_run_shares_its_file_out_to_the_steps_that_are_left(tmp_path, caplog):

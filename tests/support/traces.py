@@ -1,16 +1,23 @@
 """Small traces for tests: odd sizes, many ties, missing choices; and made-up routing."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from padded_dispatch.trace import SETTINGS, Trace, append
+from padded_dispatch.trace import Trace, TracedRun, append
 
 
 def ascending(ids: np.ndarray, probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sort every token's choices into the normal form: by expert, then -1. Shapes [..., K]."""
     order = np.argsort(ids.view(np.uint16), axis=-1, kind="stable")
     return tuple(np.take_along_axis(values, order, axis=-1) for values in (ids, probs))
+
+
+def traced_run(**given: Any) -> TracedRun:
+    """Return a run of rows of 64 elements, whose experts are 96 wide."""
+    return TracedRun(**dict(hidden_size=64, fc1_width=96) | given)
 
 
 def small_trace(
@@ -33,11 +40,9 @@ def small_trace(
     probs_NTK = random.choice(np.float32([0, 0.25, 0.5, 1]), ids_NTK.shape)
     ids_NTK, probs_NTK = ascending(ids_NTK, np.where(ids_NTK < 0, np.float32(0), probs_NTK))
     return Trace(
-        num_experts=num_experts,
-        top_k=top_k,
-        num_ranks=num_ranks,
-        hidden_size=64,
-        fc1_width=96,
+        run=traced_run(
+            num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
+        ),
         steps=np.array(steps, np.int64),
         layers=np.array(layers, np.int32),
         ranks=np.array(ranks, np.int32),
@@ -47,11 +52,15 @@ def small_trace(
 
 
 def equal(one: Trace, other: Trace) -> bool:
-    """Return whether two traces have the same sizes and the same arrays."""
+    """Return whether two traces are of the same run and have the same arrays."""
     names = ("steps", "layers", "ranks", "ids_NTK", "probs_NTK")
     arrays = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
-    settings = ("top_k", *SETTINGS)
-    return arrays and all(getattr(one, name) == getattr(other, name) for name in settings)
+    return arrays and one.run == other.run
+
+
+def of_run(trace: Trace, **changes: Any) -> Trace:
+    """Return a trace of another run: `changes` are of its `TracedRun`."""
+    return replace(trace, run=replace(trace.run, **changes))
 
 
 def save(trace: Trace, path: Path) -> None:
@@ -93,11 +102,9 @@ def synthetic_trace(
         ids_NTK[n] = np.argpartition(scores_TE, -top_k, axis=1)[:, -top_k:]
     ids_NTK, probs_NTK = ascending(ids_NTK, probs_NTK)
     return Trace(
-        num_experts=num_experts,
-        top_k=top_k,
-        num_ranks=num_ranks,
-        hidden_size=64,
-        fc1_width=96,
+        run=traced_run(
+            num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
+        ),
         steps=steps.astype(np.int64),
         layers=(layers + 1).astype(np.int32),
         ranks=ranks.astype(np.int32),

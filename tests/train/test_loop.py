@@ -77,10 +77,9 @@ def assert_trace_says_the_same(
     store_layers: int | None = None,
 ) -> None:
     """Check that a replay of the run's trace, at its factor, equals the counters of all ranks."""
-    trace = load_traces([folder])
-    assert trace.capacity_pool is not None
-    demand = demand_of(trace)
-    found = replay(demand, [factor], pool=trace.capacity_pool, store_layers=store_layers)
+    demand = demand_of(load_traces([folder]))
+    assert demand.run.capacity_pool is not None
+    found = replay(demand, [factor], pool=demand.run.capacity_pool, store_layers=store_layers)
     assert found.dropped.sum() > 0  # Else the test would be weak.
     places = [
         (step, layer)
@@ -96,7 +95,7 @@ def assert_trace_says_the_same(
         asked, kept = sum(rows for rows, _, _ in here), sum(rows for _, rows, _ in here)
         at = demand.layers.tolist().index(layer), found.steps.tolist().index(step)
         assert (asked, asked - kept) == (found.asked[at], found.dropped[0][at]), (step, layer)
-    if trace.capacity_pool == "expert":
+    if demand.run.capacity_pool == "expert":
         most = max(need for of_rank in counted for _, _, need in of_rank.values())
         assert found.needed.max() * demand.mean_rows == most
 
@@ -253,9 +252,9 @@ def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, ex
     counted = pool2.run(_counted, run)
     assert_trace_says_the_same(tmp_path, counted, factor=0.5, **given)
     trace = load_traces([tmp_path])
-    assert (trace.num_experts, trace.top_k, trace.num_tokens) == (8, 2, 72)
-    assert (trace.hidden_size, trace.fc1_width) == (128, 2 * 256)
-    assert (trace.etp_size, trace.strikes) == exchange
+    assert (trace.run.num_experts, trace.run.top_k, trace.run.num_tokens) == (8, 2, 72)
+    assert (trace.run.hidden_size, trace.run.fc1_width) == (128, 2 * 256)
+    assert (trace.run.etp_size, trace.run.strikes) == exchange
     assert set(trace.steps.tolist()) == {1, 2} and len(list(tmp_path.iterdir())) == 2
 
 

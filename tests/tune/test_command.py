@@ -1,6 +1,5 @@
 """The command from its flags to the page that it writes, and its mistakes."""
 
-import dataclasses
 import tomllib
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from padded_dispatch import cli
 from padded_dispatch.tune import command, plots, report
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import study
-from tests.support.traces import save, synthetic_trace
+from tests.support.traces import of_run, save, synthetic_trace
 
 SIZES = dict(num_steps=20, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
 TRACE = synthetic_trace("lognormal", **SIZES, seed=5)
@@ -47,7 +46,7 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
 
 
 def test_the_exchange_of_the_traced_run_and_the_first_step(tune, tmp_path):
-    trace = dataclasses.replace(TRACE, etp_size=2, strikes="probs")
+    trace = of_run(TRACE, etp_size=2, strikes="probs")
     save(trace, tmp_path / "trace.npy")
     printed, page = tune("trace.npy --from-step 15 --store-layers 1")
     last = trace.where(trace.steps >= 15)

@@ -1,7 +1,5 @@
 """Recommendations on traces whose need is known step by step: T = 20, two experts, top-1."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from padded_dispatch.tune.cost import balanced_drop, kept_bytes
 from padded_dispatch.tune.demand import Demand, demand_of
 from padded_dispatch.tune.recommend import percent, recommend, study
 from padded_dispatch.tune.replay import POOLS, replay
-from tests.support.traces import synthetic_trace
+from tests.support.traces import of_run, synthetic_trace, traced_run
 
 T = 20
 FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]  # C = 10 ... 20
@@ -19,10 +17,7 @@ def demand(*needs) -> Demand:
     """Return layers whose demand for expert 0 makes step s need the factor `needs[layer][s]`."""
     first = np.array(needs).T[:, :, None] * 10  # [steps, layers, sources]
     return Demand(
-        num_tokens=T,
-        top_k=1,
-        hidden_size=64,
-        fc1_width=96,
+        run=traced_run(num_tokens=T, top_k=1, num_experts=2, num_ranks=first.shape[2]),
         steps=np.arange(len(first)),
         layers=np.arange(1, len(needs) + 1, dtype=np.int32),
         counts=np.stack([first, T - first], axis=-1).round().astype(np.int32),
@@ -115,8 +110,7 @@ SIZES = dict(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts
 
 def studied(kind, *, ranks=2, etp=1, **given):
     sizes = {"num_experts": 16 + 2 - ranks, "etp_size": etp}
-    trace = dataclasses.replace(synthetic_trace(kind, **SIZES), **sizes)
-    return study(demand_of(trace), name="x", **given)
+    return study(demand_of(of_run(synthetic_trace(kind, **SIZES), **sizes)), name="x", **given)
 
 
 def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
@@ -130,9 +124,9 @@ def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
     assert {advice.factor for advice in store.layers.values()} == {store.overall.factor}
     trace = synthetic_trace("lognormal", **SIZES)
     for pool in POOLS:
-        of_run = demand_of(dataclasses.replace(trace, capacity_pool=pool))
-        assert study(of_run, name="x").pool == pool
-    assert study(of_run, name="x", pools=("expert",)).pool == "expert"
+        known = demand_of(of_run(trace, capacity_pool=pool))
+        assert study(known, name="x").pool == pool
+    assert study(known, name="x", pools=("expert",)).pool == "expert"
     with pytest.raises(ValueError, match="num_experts must be a multiple of num_ranks=2, got 17"):
         studied("uniform", ranks=1)
     assert studied("uniform", ranks=1, etp=2).chosen.overall.num_steps == 40

@@ -1,7 +1,6 @@
 """A replay equals the specification, pass by pass, and what was counted in a real run."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from padded_dispatch.tune.recommend import percent, recommend
 from padded_dispatch.tune.replay import POOLS, Replay, grid, replay
 from tests.support import reference
 from tests.support.reference import Store
-from tests.support.traces import small_trace
+from tests.support.traces import of_run, small_trace, traced_run
 
 Counts = list[list[list[int]]]  # of a pass: [layer][source][expert]
 
@@ -51,13 +50,11 @@ FACTORS = [0.3, 0.7, 1.0, 1.25, 3.0]
 RECORD = Path(__file__).parents[2] / "notebooks" / "results" / "routing_counts.npz"
 
 
-def demand(counts: list, *, num_tokens: int, top_k: int, steps: list[int] | None = None) -> Demand:
+def demand(counts: list, *, steps: list[int] | None = None, **given: int) -> Demand:
     array = np.array(counts, np.int32)
+    _, _, num_ranks, num_experts = array.shape
     return Demand(
-        num_tokens=num_tokens,
-        top_k=top_k,
-        hidden_size=64,
-        fc1_width=96,
+        run=traced_run(num_ranks=num_ranks, num_experts=num_experts, **given),
         steps=np.arange(len(array)) if steps is None else np.array(steps),
         layers=np.arange(1, array.shape[1] + 1, dtype=np.int32),
         counts=array,
@@ -79,7 +76,8 @@ def demands(draw: st.DrawFn) -> Demand:
     scores = random.gumbel(size=(*shape, num_experts)) + popular
     chosen = scores >= np.sort(scores)[..., -top_k, None]
     chosen &= random.random((*shape, 1)) < draw(st.sampled_from([0.0, 0.8, 1.0]))
-    return replace(demand(chosen.sum(3).tolist(), num_tokens=num_tokens, top_k=top_k), etp=etp)
+    sizes = {"num_tokens": num_tokens, "top_k": top_k, "etp_size": etp}
+    return demand(chosen.sum(3).tolist(), **sizes)
 
 
 def kept(found: Replay, f: int) -> list[list[int]]:
@@ -90,14 +88,14 @@ def kept(found: Replay, f: int) -> list[list[int]]:
 @settings(max_examples=100)
 @given(demands(), st.sampled_from(FACTORS))
 def test_every_pass_is_what_the_specification_keeps(asked, factor):
-    sizes = {"num_tokens": asked.num_tokens, "top_k": asked.top_k}
-    slots = capacity(factor, num_experts=asked.num_experts, **sizes)
+    sizes = {"num_tokens": asked.run.num_tokens, "top_k": asked.run.top_k}
+    slots = capacity(factor, num_experts=asked.run.num_experts, **sizes)
     found = replay(asked, [factor])
     assert found.room.tolist() == [slots]
     passes = asked.counts.tolist()
     assert kept(found, 0) == [kept_in_cells(counts, slots) for counts in passes]
     found = replay(asked, [factor], pool="store")
-    given = {"num_ranks": asked.num_sources // asked.etp, **sizes}
+    given = {"num_ranks": asked.run.num_ranks // asked.run.etp_size, **sizes}
     assert kept(found, 0) == [kept_in_stores(counts, factor, **given) for counts in passes]
 
 
@@ -111,10 +109,10 @@ def test_the_needed_factor_drops_nothing_and_a_smaller_one_something(asked, pool
     for factor, steps in zip(found.factors, drops, strict=True):
         assert not steps[needed <= factor].any()
         # A row and a slot of rounding: ceil(share * factor) in each layer. A store has more.
-        rows = found.configs[0].share(asked.num_tokens) if pool == "store" else asked.mean_rows
+        rows = found.configs[0].share(asked.run.num_tokens) if pool == "store" else asked.mean_rows
         lacks = needed * rows > factor * rows + 1
         if pool == "store":
-            least = found.configs[0].store_rows(asked.num_tokens, 1)
+            least = found.configs[0].store_rows(asked.run.num_tokens, 1)
             lacks &= needed * len(asked.layers) * rows > least
         assert steps[lacks].all()
 
@@ -201,16 +199,17 @@ def test_what_collectives_strike(policy):
         seed=2,
     )
     trace.ids_NTK[0] = 1
-    sent = strike(trace, 3, 4, policy)
+    trace = of_run(trace, strikes=policy)
+    sent = strike(trace, 3, 4)
     for n, ids_TK in enumerate(trace.ids_NTK):
         map_TE = (ids_TK[:, :, None] == np.arange(8)).any(1)
         probs_TE = ((ids_TK[:, :, None] == np.arange(8)) * trace.probs_NTK[n][:, :, None]).sum(1)
         kept_TE = reference.strike(map_TE, probs_TE, num_slots=3, num_ranks=4, policy=policy)
         assert sent[0, 0, n].tolist() == kept_TE.sum(0).tolist()
-    traced = demand_of(replace(trace, strikes=policy))
+    traced = demand_of(trace)
     found = replay(traced, [0.4], pool="store")
     assert found.configs[0].wire_slots(9) == 4
-    cut = strike(trace, 4, 4, policy)
+    cut = strike(trace, 4, 4)
     assert 0 < cut.sum() < found.asked.sum()
     expected = kept_in_stores(cut[0].tolist(), 0.4, num_tokens=9, top_k=1, num_ranks=4)
     assert kept(found, 0) == [expected]
