@@ -33,6 +33,7 @@ from padded_dispatch.config import CapacityPool, Policy, require
 
 MAX_EXPERTS = 2**15 - 1  # ids are int16
 HEADER_BYTES = 512  # of a step in a file, at most
+_ARRAYS = "steps", "layers", "ranks", "ids_NTK", "probs_NTK"
 _NUMBERED = {  # Settings that a file has as a number: their place here.
     "capacity_pool": (None, "expert", "store"),
     "strikes": (None, "probs", "position"),
@@ -128,16 +129,9 @@ class Trace:
         _, series = np.unique(keys, axis=1, return_inverse=True)
         return running_count(series.reshape(-1))
 
-    def where(self, chosen: NDArray[np.bool_]) -> "Trace":
-        """Return the records for which `chosen` is True, in their order."""
-        return replace(
-            self,
-            steps=self.steps[chosen],
-            layers=self.layers[chosen],
-            ranks=self.ranks[chosen],
-            ids_NTK=self.ids_NTK[chosen],
-            probs_NTK=self.probs_NTK[chosen],
-        )
+    def where(self, chosen: NDArray[np.bool_ | np.int64]) -> "Trace":
+        """Return the records for which `chosen` is True, in their order, or those that it lists."""
+        return replace(self, **{name: getattr(self, name)[chosen] for name in _ARRAYS})
 
 
 def merge(parts: Mapping[Any, Trace]) -> Trace:
@@ -148,7 +142,7 @@ def merge(parts: Mapping[Any, Trace]) -> Trace:
     Raises:
         ValueError: the parts differ in a size, or hold the same (step, layer, rank) twice.
     """
-    (first_name, first), traces = next(iter(parts.items())), parts.values()
+    first_name, first = next(iter(parts.items()))
     for name, part in parts.items():
         for field, expected in vars(first.run).items():
             value, rule = getattr(part.run, field), f"be {expected}, as in {first_name}"
@@ -163,19 +157,10 @@ def merge(parts: Mapping[Any, Trace]) -> Trace:
                     f"step {step}, layer {layer}, rank {rank} is in {before} and {name}; give "
                     "every recording once"
                 )
-    microbatches = [part.microbatches for part in traces]
-    steps = np.concatenate([part.steps for part in traces])
-    layers = np.concatenate([part.layers for part in traces])
-    ranks = np.concatenate([part.ranks for part in traces])
-    order = np.lexsort((ranks, layers, np.concatenate(microbatches), steps))
-    return replace(
-        first,
-        steps=steps[order],
-        layers=layers[order],
-        ranks=ranks[order],
-        ids_NTK=np.concatenate([part.ids_NTK for part in traces])[order],
-        probs_NTK=np.concatenate([part.probs_NTK for part in traces])[order],
-    )
+    arrays = {name: np.concatenate([getattr(t, name) for t in parts.values()]) for name in _ARRAYS}
+    whole = replace(first, **arrays)
+    order = np.lexsort((whole.ranks, whole.layers, whole.microbatches, whole.steps))
+    return whole.where(order)
 
 
 def running_count(values: NDArray[np.integer]) -> NDArray[np.int64]:
