@@ -260,7 +260,8 @@ def record_routing(
     """Attach a recorder to all padded layers of this rank. Call it before graphs are captured.
 
     The names of the files tell `load_traces` which steps a resumed run has repeated. Files that
-    begin after its checkpoint hold only such steps, and are deleted.
+    begin at its checkpoint or later hold only such steps, and are deleted: those of all ranks,
+    because a run before may have had more. No rank has a new file before all have come here.
 
     Args:
         chunks: the model's chunks on this rank.
@@ -313,13 +314,12 @@ def record_routing(
         buffers[number] = RoutingBuffer(run, num_microbatches=num_microbatches, device=device)
         layer.token_dispatcher.observers.append(buffers[number])
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"rank-{dist.get_rank():05d}-step-"
-    for earlier in folder.glob(f"{name}*.npy"):
-        if int(earlier.stem.removeprefix(name)) > steps_done:
-            earlier.unlink()
+    for earlier in folder.glob("rank-*-step-*.npy"):
+        if int(earlier.stem.rpartition("-")[2]) >= steps_done:
+            earlier.unlink(missing_ok=True)
     group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
     recorder = TraceRecorder(
-        folder / f"{name}{steps_done:08d}.npy",
+        folder / f"rank-{dist.get_rank():05d}-step-{steps_done:08d}.npy",
         run,
         buffers,
         rank=parallel_state.get_expert_data_parallel_rank() * num_sources + dist.get_rank(group),

@@ -346,6 +346,17 @@ def test_a_resumed_run_shares_its_file_out_to_the_steps_that_are_left(tmp_path, 
             assert said == (every == 2)
 
 
+def test_a_resumed_run_of_fewer_ranks_leaves_no_file_of_steps_that_it_repeats(tmp_path):
+    sizes = dict(num_microbatches=1, num_tokens=T, every=1, steps_done=4, num_steps=9)
+    for rank in (0, 1):
+        for steps_done in (0, 4, 8):
+            (tmp_path / f"rank-{rank:05d}-step-{steps_done:08d}.npy").touch()
+    with tiny.one_process():
+        record_routing([model(1)], tmp_path, **sizes)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == [f"rank-{rank:05d}-step-00000000.npy" for rank in (0, 1)]
+
+
 def test_a_trace_says_once_that_steps_have_got_more_micro_batches(loop, tmp_path, caplog):
     with patch.object(megatron_lm, "get_num_microbatches", lambda: 1 + len(loop.calls)):
         train(loop, trace=str(tmp_path))
