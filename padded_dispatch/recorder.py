@@ -29,6 +29,8 @@ from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import Selection
 from padded_dispatch.trace import HEADER_BYTES, Trace, TracedRun, append, record_bytes
 
+MAX_BYTES = 2**30  # of a rank's file; fewer steps are traced to fit
+
 
 class RoutingBuffer:
     """The choices of one layer's router in its last M micro-batches, in order: a `RoutingObserver`.
@@ -68,6 +70,27 @@ class RoutingBuffer:
         return self.ids_MTK, self.probs_MTK
 
 
+def steps_apart(
+    every: int, *, num_steps: int, num_records: int, num_tokens: int, top_k: int
+) -> int:
+    """Return the steps between two recorded ones, so that a file has at most `MAX_BYTES`.
+
+    Args:
+        every: the least; the result is a multiple.
+        num_steps: until the end of the run.
+        num_records: of a step and rank; alike on all ranks, which so record the same steps.
+        num_tokens: of a record (T).
+        top_k: most experts of a token (K).
+
+    Raises:
+        ValueError: not even one step fits.
+    """
+    of_step = num_records * record_bytes(num_tokens, top_k) + HEADER_BYTES
+    most, rule = MAX_BYTES // of_step, f"have at most {MAX_BYTES} bytes for each step and rank"
+    require(most >= 1, "trace", of_step, rule, "set trace=None")
+    return every * max(1, -(-(num_steps // every) // most))
+
+
 class TraceRecorder:
     """A recorder that writes the choices of this rank's layers to one file.
 
@@ -76,13 +99,7 @@ class TraceRecorder:
         run: what the trace says of it.
         buffers: of the layers, by number. All have one shape.
         rank: this one among all sources.
-        every: steps between two records of a layer.
-        num_steps: until the end of the run.
-        num_layers: of a rank, alike on all ranks, which so record the same steps.
-        max_bytes: of the file, if it has so many layers.
-
-    Attributes:
-        every: a multiple of the argument, larger where the file would otherwise exceed `max_bytes`.
+        every: steps between two records of a layer; see `steps_apart`.
     """
 
     def __init__(
@@ -93,16 +110,8 @@ class TraceRecorder:
         *,
         rank: int,
         every: int,
-        num_steps: int,
-        num_layers: int,
-        max_bytes: int,
     ) -> None:
-        num_microbatches = len(next(iter(buffers.values())).ids_MTK)
-        per_layer = num_microbatches * record_bytes(run.num_tokens, run.top_k)
-        per_step = num_layers * per_layer + HEADER_BYTES
-        most_steps, rule = max_bytes // per_step, f"be at least {per_step}, the size of one step"
-        require(most_steps >= 1, "max_bytes", max_bytes, rule)
-        self.every = every * max(1, -(-(num_steps // every) // most_steps))
+        self.every = every
         self._path, self._run, self._rank = path, run, rank
         self._buffers = buffers
         self._file: BinaryIO | None = None

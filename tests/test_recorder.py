@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from padded_dispatch.recorder import RoutingBuffer, TraceRecorder
+from padded_dispatch import recorder as module
+from padded_dispatch.recorder import RoutingBuffer, TraceRecorder, steps_apart
 from padded_dispatch.routing.select import select
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from tests.support.graph_protocol import Tape
@@ -37,16 +38,11 @@ def buffer(num_microbatches: int = 2) -> RoutingBuffer:
     return RoutingBuffer(RUN, num_microbatches=num_microbatches, device="cpu")
 
 
-def recorder_of(path, buffers, **changes) -> TraceRecorder:
-    given = dict(rank=3, every=2, num_steps=6, num_layers=1, max_bytes=2**20)
-    return TraceRecorder(path, RUN, buffers, **given | changes)
-
-
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_recorded_steps_have_all_their_microbatches_in_order(tmp_path, num_microbatches):
     buffers = {4: buffer(num_microbatches), 9: buffer(num_microbatches)}
     observe(buffers[9], 77)  # A micro-batch before the first step, as a capture makes.
-    recorder = recorder_of(tmp_path / "trace.npy", buffers)
+    recorder = TraceRecorder(tmp_path / "trace.npy", RUN, buffers, rank=3, every=2)
     number = {layer: 1000 * layer for layer in buffers}
     expected = []
     for step in range(1, 7):
@@ -86,17 +82,15 @@ def test_a_replayed_microbatch_is_kept_like_an_eager_one():
         assert torch.equal(ours, expected)
 
 
-def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
-    per_step = 2 * record_bytes(7, 2) + HEADER_BYTES
+def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path, monkeypatch):
+    of_step = 2 * record_bytes(7, 2) + HEADER_BYTES
+    sizes = dict(num_steps=6, num_records=2, num_tokens=7, top_k=2)
     for steps_that_fit, every in ((3, 2), (2, 4), (1, 6)):
-        limit = steps_that_fit * per_step + per_step // 2
+        limit = steps_that_fit * of_step + of_step // 2
+        monkeypatch.setattr(module, "MAX_BYTES", limit)
         path, filled = tmp_path / "trace.npy", buffer()
-        # A rank of fewer layers records the same steps.
-        more = 4 * record_bytes(7, 2) * steps_that_fit
-        two = {1: buffer(), 2: buffer()}
-        assert recorder_of(path, two, num_layers=3, max_bytes=limit + more).every == every
-        recorder = recorder_of(path, {1: filled}, max_bytes=limit)
-        assert recorder.every == every
+        assert steps_apart(2, **sizes) == every
+        recorder = TraceRecorder(path, RUN, {1: filled}, rank=3, every=every)
         for step in range(1, 7):
             observe(filled, step)
             recorder.step(step)
@@ -104,8 +98,11 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path):
         trace = load_traces([path])
         assert sorted(set(trace.steps.tolist())) == list(range(every, 7, every))
         assert path.stat().st_size <= limit
-    with pytest.raises(ValueError, match=rf"max_bytes must be at least {per_step}, .*, got 9"):
-        recorder_of(path, {1: buffer()}, max_bytes=9)
+    monkeypatch.setattr(module, "MAX_BYTES", of_step - 1)
+    with pytest.raises(
+        ValueError, match=rf"trace must have .*{of_step - 1} .*, got {of_step}; set"
+    ):
+        steps_apart(2, **sizes)
 
 
 def test_probabilities_that_a_trace_cannot_hold():

@@ -32,7 +32,7 @@ from padded_dispatch.config import require
 from padded_dispatch.megatron.config import is_ours, last_layer, log_once, padded_options
 from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
-from padded_dispatch.recorder import RoutingBuffer, TraceRecorder
+from padded_dispatch.recorder import RoutingBuffer, TraceRecorder, steps_apart
 from padded_dispatch.trace import TracedRun
 from padded_dispatch.utils.patches import PATCHED
 from padded_dispatch.utils.results import require_folder
@@ -41,7 +41,6 @@ _MODULE = "megatron.training.training"
 
 # Figures in Megatron's line of a step.
 _IN_LINE = ("dropped", "again", "fill", "needed_factor", "expert_overload")
-_TRACE_BYTES = 2**30  # of each rank; fewer steps are traced to fit
 
 
 class _Run:
@@ -90,10 +89,12 @@ class _Run:
             # After figures of earlier steps: W&B takes no value of a step before the last one.
             self._write({"moe/retried_steps": self._num_retried}, step)
         if self._recorder is not None:
-            if get_num_microbatches() != self._num_recorded and dist.get_rank() == 0:
-                kept = f"the trace has the last {self._num_recorded} micro-batches of each step"
-                log_once(f"{kept}, as many as its first step had", logging.WARNING)
             self._recorder.step(step)
+        # Rank 0 logs for all, and need not have a layer to record.
+        traced, recorded = self._options.trace is not None, self._num_recorded
+        if traced and get_num_microbatches() != recorded and dist.get_rank() == 0:
+            kept = f"the trace has the last {recorded} micro-batches of each step"
+            log_once(f"{kept}, as many as its first step had", logging.WARNING)
 
     def before_log(
         self, total_loss_dict: dict[str, Any], step: int, *, skipped: bool, first: bool
@@ -268,7 +269,7 @@ def record_routing(
         folder: the folder, which is created.
         num_microbatches: micro-batches of a step on this rank.
         num_tokens: tokens of a micro-batch that this rank routes (T).
-        every: steps between two recorded ones; see `TraceRecorder.every`.
+        every: steps between two recorded ones; see `steps_apart`.
         steps_done: steps that a resumed run has done already, else 0.
         num_steps: steps at the end of the run.
 
@@ -279,6 +280,18 @@ def record_routing(
         ValueError: not even one step fits into the limit, or a layer has been captured already.
     """
     layers = padded_moe_layers(chunks)
+    model: Any = get_model_config(chunks[0])
+    num_layers = -(-last_layer(model) // model.pipeline_model_parallel_size)
+    apart = steps_apart(
+        every,
+        num_steps=num_steps - steps_done,
+        num_records=num_layers * num_microbatches,
+        num_tokens=num_tokens,
+        top_k=model.moe_router_topk,
+    )
+    if apart > every and dist.get_rank() == 0:  # Which need not have a layer.
+        words = f"one step in {apart} is traced, because a rank's trace has about 1 GiB at most"
+        log_once(words, logging.WARNING)
     if not layers:
         return None
     captured = [m for c in chunks for m in c.modules() if getattr(m, "cuda_graphs", None)]
@@ -289,7 +302,6 @@ def record_routing(
         "start before layers are captured, because a graph holds what is recorded",
         "set cuda_graph_warmup_steps to 1 or more",
     )
-    model: Any = next(iter(layers.values())).config
     for name, once in (("mlp_chunks_for_training", 1), ("mtp_use_repeated_layer", False)):
         times = getattr(model, name, None) or once
         rule = f"be {once} with a trace, which has a record of each layer and micro-batch"
@@ -318,18 +330,10 @@ def record_routing(
         if int(earlier.stem.rpartition("-")[2]) >= steps_done:
             earlier.unlink(missing_ok=True)
     group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
-    recorder = TraceRecorder(
+    return TraceRecorder(
         folder / f"rank-{dist.get_rank():05d}-step-{steps_done:08d}.npy",
         run,
         buffers,
         rank=parallel_state.get_expert_data_parallel_rank() * num_sources + dist.get_rank(group),
-        every=every,
-        num_steps=num_steps - steps_done,
-        # Not of this rank: another stage, which may have more, must record the same steps.
-        num_layers=-(-last_layer(model) // model.pipeline_model_parallel_size),
-        max_bytes=_TRACE_BYTES,
+        every=apart,
     )
-    if recorder.every > every and dist.get_rank() == 0:
-        words = f"one step in {recorder.every} is traced, because a rank's trace has about 1 GiB"
-        log_once(f"{words} at most", logging.WARNING)
-    return recorder

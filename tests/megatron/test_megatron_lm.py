@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from padded_dispatch import recorder as recorders
 from padded_dispatch.megatron import PaddedOptions, Retry, install, megatron_lm, uninstall
 from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.megatron_lm import record_routing
@@ -333,17 +334,29 @@ def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):
     assert (trace.run.num_experts, trace.run.num_ranks, set(trace.ranks.tolist())) == (4, 1, {0})
 
 
-def test_a_resumed_run_shares_its_file_out_to_the_steps_that_are_left(tmp_path, caplog):
+def dense() -> nn.Module:
+    """Return a stage without a layer to record, of the model of `model(1)`."""
+    stage = nn.Linear(2, 2)
+    stage.config = model(1).config
+    return stage
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_resumed_run_shares_its_file_out_to_the_steps_that_are_left(tmp_path, caplog, rank):
+    """Rank 0 says it, also as a stage without a layer to record, where other ranks have them."""
     sizes = dict(num_microbatches=1, num_tokens=T, every=1, steps_done=96, num_steps=100)
     with tiny.one_process():
-        chunk = model(1)
-        of_step = record_bytes(T, chunk[0].config.moe_router_topk) + HEADER_BYTES
+        of_step = record_bytes(T, model(1).config.moe_router_topk) + HEADER_BYTES
         for number, every in ((4, 1), (2, 2)):
-            with patch.object(megatron_lm, "_TRACE_BYTES", number * of_step):
-                recorder = record_routing([chunk], tmp_path, **sizes)
-            assert recorder is not None and recorder.every == every
+            with patch.object(recorders, "MAX_BYTES", number * of_step):
+                recorder = record_routing([model(1)], tmp_path, **sizes)
+                assert recorder is not None and recorder.every == every
+                caplog.clear()
+                log_once.cache_clear()
+                with patch.object(megatron_lm.dist, "get_rank", lambda: rank):
+                    assert record_routing([dense()], tmp_path, **sizes) is None
             said = any("one step in 2 is traced" in line for line in caplog.messages)
-            assert said == (every == 2)
+            assert said == (every == 2 and rank == 0)
 
 
 def test_a_resumed_run_of_fewer_ranks_leaves_no_file_of_steps_that_it_repeats(tmp_path):
@@ -357,7 +370,13 @@ def test_a_resumed_run_of_fewer_ranks_leaves_no_file_of_steps_that_it_repeats(tm
     assert kept == [f"rank-{rank:05d}-step-00000000.npy" for rank in (0, 1)]
 
 
-def test_a_trace_says_once_that_steps_have_got_more_micro_batches(loop, tmp_path, caplog):
+@pytest.mark.parametrize("has_layers", [True, False])
+def test_a_trace_says_once_that_steps_have_got_more_micro_batches(
+    loop, tmp_path, caplog, monkeypatch, has_layers
+):
+    log_once.cache_clear()
+    if not has_layers:
+        monkeypatch.setattr(megatron_lm, "record_routing", lambda *args, **sizes: None)
     with patch.object(megatron_lm, "get_num_microbatches", lambda: 1 + len(loop.calls)):
         train(loop, trace=str(tmp_path))
     words = "the trace has the last 1 micro-batches of each step, as many as its first step had"
@@ -386,7 +405,7 @@ def test_what_cannot_be_traced(tmp_path):
     """A rank without layers writes nothing; graphs would hold, and parts cut, what is recorded."""
     sizes = dict(num_microbatches=1, num_tokens=T, every=1, steps_done=0, num_steps=3)
     with tiny.one_process():
-        assert record_routing([nn.Linear(2, 2)], tmp_path / "traces", **sizes) is None
+        assert record_routing([dense()], tmp_path / "traces", **sizes) is None
         assert not (tmp_path / "traces").exists()
         chunk = model(1)
         chunk[0].cuda_graphs = ["a graph"]
