@@ -4,7 +4,6 @@ The page has the same text, longer, and figures. It is one file: figures are inl
 script, font or picture comes from elsewhere, so it opens without a network and can be mailed.
 """
 
-import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,14 +42,14 @@ def pool_table(study: Study) -> Table:
     """Return a row for each kind of pool; equal factors are equal bytes."""
     rows = []
     for answer in study.answers:
-        needed = math.ceil(float(answer.replay.needed.max()) * 100) / 100
+        holds_all = ~answer.replay.dropped.any((1, 2))  # The last one does.
         rows.append(
             (
                 answer.replay.pool,
                 f"{answer.overall.factor:g}",
                 percent(answer.overall.dropped),
                 percent(answer.retried),
-                f"{needed:g}",
+                f"{answer.replay.factors[holds_all][0]:g}",
             )
         )
     headers = ("pool", "factor", "no room", "steps with such", "all have room at")
