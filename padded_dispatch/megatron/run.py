@@ -54,7 +54,8 @@ def read(argv: list[str]) -> tuple[PaddedOptions, str, list[str]]:
     padded = [word for word in words if word.startswith("--padded-")]
     unknown = [word for word in padded if not word.startswith("--padded-vocab-size")]  # Megatron's.
     if unknown:
-        parser.error(f"{unknown[0]} must be an option of the padded dispatcher; see --help")
+        rule = "must be an option of the padded dispatcher, and stand before any '--'"
+        parser.error(f"{unknown[0]} {rule}; see --help")
     if script.startswith("-"):
         parser.error(f"SCRIPT must stand before its own arguments, got {script!r} first")
     try:
