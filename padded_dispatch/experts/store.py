@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, call
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,6 +176,10 @@ class Store:
     def __init__(self) -> None:
         self._configs: list[Callable[[], DispatchConfig]] = []
         self._stacks: list[_Stack] = []  # That used last comes last.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the stacks out of a copy, which makes its own when it runs."""
+        return vars(self) | {"_stacks": []}
 
     def add(self, config: Callable[[], DispatchConfig]) -> int:
         """Add a call that keeps rows, and return its number.

@@ -1,5 +1,6 @@
 """Stacks of a store: which one a call takes, where its rows may lie, and when they end."""
 
+import copy
 from typing import Any
 
 import torch
@@ -70,6 +71,15 @@ def test_a_pass_uses_one_stack():
     rooms = [take(store, number) for number in range(3)]
     assert len({id(room.stack) for room in rooms}) == 1
     assert [room.first for room in rooms] == [True, False, False]
+
+
+def test_a_copy_has_stacks_of_its_own():
+    store = make_store(1, 1)
+    room = take(store, 0)
+    copied = copy.deepcopy(store)
+    other = take(copied, 0)
+    assert copied._stacks == [other.stack] and store._stacks == [room.stack] != copied._stacks
+    assert (other.first, take(store, 1).stack) == (True, room.stack)
 
 
 def test_configs_are_asked_for_once_a_pass():
