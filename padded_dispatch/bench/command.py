@@ -187,7 +187,8 @@ def _figures(
     kept_SE = _kept(case, layer, passes, demand_BSE)
     share, floor = kept_SE.sum().item() * len(data) / demand_BSE.sum().item(), None
     if on_gpu and not CONTENDERS[case.contender].fp8:
-        floor = roofline(kept_SE, case.shape, main_grad=case.main_grad != "none")
+        gpu = torch.cuda.get_device_name(device)
+        floor = roofline(kept_SE, case.shape, gpu, main_grad=case.main_grad != "none")
     kernels = kernels_ms(passes.run, device) if settings.phases else {}
     shown: dict[str, float] = {}  # Some names differ behind the part that is kept.
     for name, ms in list(kernels.items())[:_SHOWN_KERNELS]:

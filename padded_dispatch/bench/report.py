@@ -7,7 +7,7 @@ memory once, at 4.3 TB/s, the rate of a large copy. Every real row crosses the w
 overlaps, nothing is padded, and nothing else costs anything. The slowest rank decides.
 
 The rate is 790 TFLOP/s, the best that torch reaches on these shapes in bf16, in a burst. Results
-files call the time `floor_ms`.
+files call the time `floor_ms`. Other GPUs have none.
 
 Shape suffixes: S source ranks, R receiving ranks, E experts.
 """
@@ -25,6 +25,7 @@ _COLUMNS = (
     *("host ms", "GiB"),
 )
 HOST_BOUND = 0.8  # share of a time that the host takes, from which on it decides
+_GPU = "NVIDIA H200"
 _FLOP_PER_S = 790e12
 _MEMORY_BYTES_PER_S = 4.3e12
 _WIRE_BYTES_PER_S = 450e9
@@ -33,7 +34,7 @@ _ELEMENT_BYTES = 2  # bf16
 _SUM_BYTES = 8  # fp32, read and written
 # What the README's own run had, by the keys of `results.about`.
 README_CONDITIONS = {
-    "machine": "2 x NVIDIA H200",
+    "machine": f"2 x {_GPU}",
     "python": "3.12.3",
     "torch": "2.11.0",
     "triton": "3.6.0",
@@ -50,7 +51,9 @@ _README_LINES = (
 _README_COLUMNS = ("ours", "ours over NCCL", "stock drop-and-pad")
 
 
-def roofline(rows_SE: Tensor, shape: LayerShape, *, main_grad: bool = False) -> float:
+def roofline(
+    rows_SE: Tensor, shape: LayerShape, gpu: str = _GPU, *, main_grad: bool = False
+) -> float | None:
     """Return the least milliseconds of a pass for the rows that source ranks send to experts.
 
     A row costs `2 * D * 2F` FLOPs in fc1 and `2 * F * D` in fc2, and twice as many backward.
@@ -58,11 +61,14 @@ def roofline(rows_SE: Tensor, shape: LayerShape, *, main_grad: bool = False) -> 
     Args:
         rows_SE: numbers of rows, any dtype; rank r holds the r-th of R equal parts of the experts.
         shape: sizes of the layer.
+        gpu: its name; the result is None for any but NVIDIA H200.
         main_grad: weight gradients are added to fp32 buffers, instead of written in bf16.
 
     Example: 8 ranks that send 256 rows to each of 128 experts of Qwen3-30B-A3B (T = 4,096, K = 8)
     need 1.17 ms for GEMMs and 1.04 ms for the wire.
     """
+    if gpu != _GPU:
+        return None
     num_ranks = rows_SE.shape[0]
     rows_SR = rows_SE.double().unflatten(1, (num_ranks, -1)).sum(2)
     stay_R = rows_SR.diagonal()

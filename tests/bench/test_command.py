@@ -254,4 +254,6 @@ def test_command_on_a_gpu(tmp_path):
     # A kernel that only we have, and one that both have: the profiler looks into graphs.
     assert graphed[1]["phases_ms"]["plan"] > 0
     assert graphed[1]["phases_ms"]["gemm"] > 0
-    assert all(row["floor_ms"] > 0 and row["allocated_gib"] >= 0 for row in rows)
+    assert all(row["allocated_gib"] >= 0 for row in rows)
+    known = torch.cuda.get_device_name() == "NVIDIA H200"
+    assert all((row["floor_ms"] is not None) == known for row in rows)

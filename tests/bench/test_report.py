@@ -81,6 +81,8 @@ def test_the_example_of_the_roofline():
     wire_ms = 4 * 7 / 8 * 32768 * 4096 / 450e9 * 1e3
     assert found == pytest.approx(gemm_ms + wire_ms)
     assert (gemm_ms, wire_ms) == pytest.approx((1.174, 1.044), abs=0.0005)
+    others = "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB"
+    assert [roofline(torch.full((8, 128), 256), FEW, other) for other in others] == [None, None]
 
 
 FEW = LayerShape(hidden_size=10, num_experts=4, top_k=1, ffn_size=100)
