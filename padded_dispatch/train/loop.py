@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,14 +186,17 @@ def _run(trainer: Trainer, meter: Meter) -> Outcome:
             tracer.step(number)
         if telemetry:
             telemetry.step()
-        last, dropped = number == output.steps, None
+        last = number == output.steps
         if number == 1 or last or number % output.log_every == 0:
-            if telemetry:
-                counts = telemetry.finish() or telemetry.read()
-                dropped = counts.training.figures().get("dropped")
             lr = learning_rate(settings.recipe.lr, number, output.steps)
-            rows.append(meter.read(lr, dropped))
-            show(rows[-1].line(output.steps))
+            row = meter.read(lr, None)
+            try:
+                if telemetry:
+                    counts = telemetry.finish() or telemetry.read()
+                    row = replace(row, dropped=counts.training.figures().get("dropped"))
+            finally:  # It may end the run.
+                rows.append(row)
+                show(row.line(output.steps))
         if output.eval_every and (last or number % output.eval_every == 0):
             evaluations[number] = trainer.evaluate()
             show(f"step {number} | held-out loss {evaluations[number]:.4f}")
