@@ -57,6 +57,10 @@ class _Run:
         self._training = training
         self._args = args = training.get_args()
         config: Any = get_model_config(chunks[0])
+        interval = getattr(args, "save_tokens_per_expert_interval", None)
+        rule = "be left out: it reads the rows of grouped linears, which are padded or none"
+        fix = "set --padded-trace FOLDER, which records what routers choose"
+        require(interval is None, "--save-tokens-per-expert-interval", interval, rule, fix)
         self._options = padded_options(config)
         self._step = step
         self._telemetry = Telemetry(chunks, every=args.log_interval, step=step)

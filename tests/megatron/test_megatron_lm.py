@@ -401,6 +401,13 @@ def test_a_trace_that_cannot_be_written_ends_the_run_before_its_first_step(loop)
         train(loop, trace="/proc/none")
 
 
+def test_files_of_tokens_per_expert_are_refused_before_the_first_step(loop):
+    loop.get_args().save_tokens_per_expert_interval = 10
+    with pytest.raises(ValueError, match=r"-interval must be left out: .*, got 10; set --padded-t"):
+        train(loop, experts="packed")
+    assert not loop.calls
+
+
 def test_what_cannot_be_traced(tmp_path):
     """A rank without layers writes nothing; graphs would hold, and parts cut, what is recorded."""
     sizes = dict(num_microbatches=1, num_tokens=T, every=1, steps_done=0, num_steps=3)
