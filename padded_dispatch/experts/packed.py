@@ -37,7 +37,7 @@ def run(
     tokens_TD: Tensor, prob_TK: Tensor, weights: ExpertWeights, activation: Activation, call: Call
 ) -> Tensor:
     """Do what `experts.run` says; raise for what `gemm.check_on_gpu` refuses."""
-    gemm.check_on_gpu(tokens_TD, weights.fc1_LGD, 8 if weights.scaled is None else 16)
+    gemm.check_on_gpu(tokens_TD, weights.fc2_LDF, 8 if weights.scaled is None else 16)
     # Autograd asks for this gradient in all passes, and tokens are kept for it.
     fc1_LGD = weights.fc1_LGD if torch.is_grad_enabled() else weights.fc1_LGD.detach()
     biases = weights.fc1_bias_LG, weights.fc2_bias_LD

@@ -150,7 +150,8 @@ def _against_ours(config: Any) -> str:
         return "Megatron-Bridge adds adapters, which wrap Megatron's own linears"
     if not config.bf16 and torch.cuda.is_available():
         return "bf16 is not set"
-    sizes = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
+    part = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
+    sizes = config.moe_latent_size or config.hidden_size, part
     multiple = 16 if config.fp8 else 8
     if any(size % multiple for size in sizes):
         return f"the sizes {sizes[0]} and {sizes[1]} are not multiples of {multiple}"

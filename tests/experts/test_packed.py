@@ -343,11 +343,13 @@ def test_recompute_frees_what_the_first_pass_kept(monkeypatch):
 
 
 def test_sizes_that_products_need(monkeypatch):
+    """They read fc2: fc1 is as wide as gate and up, where a half of the multiple would do."""
     asked = []
-    monkeypatch.setattr(gemm, "check_on_gpu", lambda *given: asked.append(given[2]))
+    monkeypatch.setattr(gemm, "check_on_gpu", lambda *given: asked.append(given[1:]))
     for scaled in (False, True):
         trained(Case(scaled=scaled), packed.run, torch.float32)
-    assert asked == [8, 16]
+    shape = Model(Case(), torch.float32).weights[0].fc2_LDF.shape
+    assert [(weight.shape, multiple) for weight, multiple in asked] == [(shape, 8), (shape, 16)]
 
 
 def test_backward_runs_once():
