@@ -1,8 +1,8 @@
 """Retry, telemetry and traces in Megatron-LM's own training loop, without a line of code.
 
-Two functions of `megatron.training.training` are wrapped: `train_step`, whose forward-backward
-function becomes a `Retry` if the options ask for one; and `training_log`, in whose line of a step
-our figures stand. The run ends with the line of `args.train_iters`.
+Three functions of `megatron.training.training` are wrapped: `train_step`, whose forward-backward
+function becomes a `Retry` if the options ask for one; `training_log`, in whose line of a step our
+figures stand; and `checkpoint_and_decide_exit`, which ends the run before its last step, too.
 
 `Telemetry` reads what was dropped, in the first step and then once for each `--log-interval`.
 Where Megatron prints a line the host waits for the device, so the reading is taken there, and its
@@ -170,7 +170,7 @@ def follow_training() -> None:
     if training is None or getattr(training.__spec__, "_initializing", False):
         return  # Not imported, or about to be.
     loop = _Loop(training)
-    for name in ("train_step", "training_log"):
+    for name in ("train_step", "training_log", "checkpoint_and_decide_exit"):
         if hasattr(training, name):
             PATCHED.wrap(training, name, _by_name(getattr(loop, name)))
         else:
@@ -233,10 +233,16 @@ class _Loop:
                 skipped=skipped,
                 first=bool(given.get("is_first_iteration")),
             )
-            if step >= self._training.get_args().train_iters:
-                run.finish()
-                self._run = None
         return call()
+
+    def checkpoint_and_decide_exit(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
+        """End the run behind its last step, at a limit of time, and where a signal asks for it."""
+        ends = call()
+        is_last = given["iteration"] >= self._training.get_args().train_iters
+        if self._run is not None and (ends or is_last):
+            self._run.finish()
+            self._run = None
+        return ends
 
     def _run_of(self, chunks: list[Any], optimizer: Any, steps_done: int) -> _Run | None:
         """Return the run of a model, which starts if it is another one; None without our layers.

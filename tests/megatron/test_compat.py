@@ -92,7 +92,8 @@ def others(monkeypatch) -> None:
     listing = "build_conversion_tasks", "_megatron_global_adapters_info_all_pp_ranks"
     add("megatron.bridge.models.conversion.model_bridge", "MegatronModelBridge", *listing)
     add("megatron.training.config.container", "ConfigContainerBase")
-    add("megatron.training.training", "", "train_step", "training_log")
+    loop = "train_step", "training_log", "checkpoint_and_decide_exit"
+    add("megatron.training.training", "", *loop)
 
 
 def test_what_is_wrapped_is_in_the_table_and_uninstall_undoes_all_of_it(others):

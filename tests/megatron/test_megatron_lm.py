@@ -60,6 +60,7 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
         iteration=0,
         curr_iteration=0,
         train_iters=6,
+        exit_interval=None,
         log_interval=2,
         moe_per_layer_logging=False,
         load=None,
@@ -129,14 +130,20 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
                 skipped,
                 is_first_iteration=iteration == args.iteration,
             )
+            if module.checkpoint_and_decide_exit(model, iteration + 1):
+                break
 
-    module.train, module.train_step, module.training_log = train, train_step, training_log
+    def checkpoint_and_decide_exit(model, iteration):
+        return iteration == args.exit_interval
+
+    for function in (train, train_step, training_log, checkpoint_and_decide_exit):
+        setattr(module, function.__name__, function)
     monkeypatch.setitem(sys.modules, MODULE, module)
     return module
 
 
 CASE = dataclasses.replace(RETRIED, microbatches=2)
-NAMES = "train_step", "training_log"
+NAMES = "train_step", "training_log", "checkpoint_and_decide_exit"
 FIGURES = ["moe/dropped", "moe/fill", "moe/needed_factor", "moe/expert_overload"]
 
 
@@ -289,6 +296,13 @@ def test_figures_of_a_line_are_those_of_the_steps_since_the_last_one(loop, caplo
     first, second, third = [text for text in caplog.messages if "found no room" in text]
     assert "at step 1 " in first and "at step 2 " in second
     assert ("at step 4 " if interval == 1 else "5 to 6 ") in third
+
+
+def test_steps_behind_the_last_line_are_read_where_the_loop_ends_early(loop):
+    loop.get_args().log_interval, loop.get_args().exit_interval = 4, 3
+    train(loop)
+    written = loop.tensorboard.scalars["moe/dropped"]
+    assert [step for step, _ in written] == [1, 3] and written == loop.wandb.scalars["moe/dropped"]
 
 
 def test_evaluation_does_not_mix_with_training(loop):
