@@ -37,7 +37,7 @@ from padded_dispatch.counters import counts_in
 from padded_dispatch.megatron.compat import found, graph_scopes, logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, is_padded
-from padded_dispatch.megatron.telemetry import counts_kept
+from padded_dispatch.megatron.telemetry import counts_kept, device_of
 from padded_dispatch.utils.patches import Patches
 
 _log = logging.getLogger("padded_dispatch")
@@ -117,9 +117,7 @@ class Retry:
     def _dropped(self) -> Tensor:
         """Return the rows that layers of this rank have dropped, also in evaluation mode."""
         if not self._counters:
-            return torch.zeros(
-                (), dtype=torch.int64, device=next(self.chunks[0].parameters()).device
-            )
+            return torch.zeros((), dtype=torch.int64, device=device_of(self.chunks))
         counts = counts_in(torch.stack([counters.totals for counters in self._counters]).sum(0))
         dropped = counts["demand_E"].sum() + counts["num_unplaced"]
         here = counts_kept(self._layers[0].token_dispatcher)

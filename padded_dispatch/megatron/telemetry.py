@@ -130,9 +130,8 @@ class Telemetry:
                 "none on any rank; set it in the config, or build the model with padded_spec"
             )
         self.layers: tuple[int, ...] = tuple(shapes)
-        [parameter, *_] = chunks[0].parameters()
         config: Any = get_model_config(chunks[0])
-        self._reader = Reader(local, shapes, [None], config, parameter.device, step)
+        self._reader = Reader(local, shapes, [None], config, device_of(chunks), step)
         self._warnings = Warnings()
         for layer in local.values():
             layer.token_dispatcher.configs.controlled = True
@@ -364,6 +363,11 @@ def counts_kept(dispatcher: Any) -> bool:
     A store is counted at the rank of its experts; ranks that share experts receive the same rows.
     """
     return dispatcher.configs.training.capacity_pool == "expert" or dispatcher.tp_rank == 0
+
+
+def device_of(chunks: list[Any]) -> torch.device:
+    """Return a model's device; a chunk has no parameters if the pipeline's layout gives it none."""
+    return next(parameter for chunk in chunks for parameter in chunk.parameters()).device
 
 
 def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:

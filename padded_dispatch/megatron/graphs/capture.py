@@ -27,6 +27,7 @@ from padded_dispatch.config import require
 from padded_dispatch.megatron.compat import graph_scopes
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.retry import RandomStates
+from padded_dispatch.megatron.telemetry import device_of
 
 
 def check_random_states(device: torch.device) -> None:
@@ -79,7 +80,7 @@ class LayerGraphs:
             "be 'transformer_engine' for graphs of layers",
             "set it",
         )
-        check_random_states(next(chunks[0].parameters()).device)
+        check_random_states(device_of(chunks))
         self._chunks = chunks
         helper: Any = cuda_graphs.TECudaGraphHelper
         given = chunks, config, seq_length, micro_batch
@@ -104,8 +105,7 @@ class LayerGraphs:
             # Before the first step. Without this the first layer would create the scale as a
             # scalar, which Megatron's schedules cannot set in place; and graphs read it from its
             # present address.
-            device = next(self._chunks[0].parameters()).device
-            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
+            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device_of(self._chunks)))
         hooked = [
             chunk
             for chunk in self._chunks
@@ -180,7 +180,7 @@ class IterationGraph:
             name: kwargs[name] for name in ("num_microbatches", "seq_length", "micro_batch_size")
         }
         if not self._sizes:
-            check_random_states(next(kwargs["model"][0].parameters()).device)
+            check_random_states(device_of(kwargs["model"]))
             for name in ("check_for_nan_in_grad", "check_for_large_grads"):
                 require(
                     not any(getattr(chunk.ddp_config, name) for chunk in kwargs["model"]),
