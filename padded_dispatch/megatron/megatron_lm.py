@@ -31,7 +31,13 @@ from megatron.core.utils import get_model_config
 from padded_dispatch.config import require
 from padded_dispatch.megatron.config import is_ours, last_layer, log_once, padded_options
 from padded_dispatch.megatron.stacked_linear import require_own_weights
-from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
+from padded_dispatch.megatron.telemetry import (
+    DroppedError,
+    Snapshots,
+    Telemetry,
+    padded_moe_layers,
+    scalars,
+)
 from padded_dispatch.recorder import RoutingBuffer, TraceRecorder, steps_apart
 from padded_dispatch.trace import TracedRun
 from padded_dispatch.utils.patches import PATCHED
@@ -227,12 +233,12 @@ class _Loop:
             for name, loss in given["loss_dict"].items():
                 if not skipped and name not in sums:  # Megatron exports the first as the loss.
                     sums[name] = torch.zeros_like(loss, dtype=torch.float32)
-            run.before_log(
-                sums,
-                step,
-                skipped=skipped,
-                first=bool(given.get("is_first_iteration")),
-            )
+            first = bool(given.get("is_first_iteration"))
+            try:
+                run.before_log(sums, step, skipped=skipped, first=first)
+            except DroppedError:
+                call()  # It ends the run, not without the line of its last step.
+                raise
         return call()
 
     def checkpoint_and_decide_exit(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:

@@ -101,10 +101,14 @@ def overflow_words(snapshots: Snapshots, shape: "LayerShape") -> str:
     )
 
 
+class DroppedError(RuntimeError):
+    """A step that dropped more rows than `on_overflow="error"` allows; alike on all ranks."""
+
+
 class Telemetry:
     """Reader of the counters of all padded layers of a model. All ranks must call all methods.
 
-    Every method that returns snapshots warns of drops in training, or raises a RuntimeError on all
+    Every method that returns snapshots warns of drops in training, or raises a DroppedError on all
     ranks if `on_overflow` is "error" and a layer has dropped more than `overflow_threshold`.
 
     Args:
@@ -192,7 +196,7 @@ class Warnings:
             return
         words = overflow_words(snapshots, shape)
         if shape.on_overflow == "error":
-            raise RuntimeError(
+            raise DroppedError(
                 f"on_overflow='error': {words}, or raise overflow_threshold={threshold:g}"
             )
         self._number += 1
