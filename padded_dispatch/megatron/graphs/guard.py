@@ -96,6 +96,7 @@ def install(config: Any) -> None:
         PATCHED.wrap(found(_LOADER), "__call__", _wrap_loader)
         # Megatron-LM leaves the graph of a step to the end of Python. If the graph holds
         # collectives, NCCL waits there for its end: https://github.com/pytorch/pytorch/issues/115388
+        atexit.unregister(forget_iterations)  # Every layer installs.
         atexit.register(forget_iterations)
     if config.overlap_moe_expert_parallel_comm:
         nodes = "_build_callable_nodes"
