@@ -209,6 +209,12 @@ def load_traces(paths: Sequence[Path]) -> Trace:
     return merged.where(merged.steps <= last) if last in steps[-3:-1] else merged
 
 
+def steps_before(file: Path) -> int | None:
+    """Return the steps that were done before a file of a recording; None for another name."""
+    _, _, step = file.stem.partition("-step-")
+    return int(step) if step.isdecimal() else None
+
+
 def _last_steps(files: Sequence[Path]) -> dict[Path, int]:
     """Return the last valid step of every file whose run was resumed later.
 
@@ -216,9 +222,9 @@ def _last_steps(files: Sequence[Path]) -> dict[Path, int]:
     """
     files_of: dict[Path, dict[int, list[Path]]] = {}
     for file in files:
-        _, _, step = file.stem.partition("-step-")
-        if step.isdigit():
-            files_of.setdefault(file.parent, {}).setdefault(int(step), []).append(file)
+        step = steps_before(file)
+        if step is not None:
+            files_of.setdefault(file.parent, {}).setdefault(step, []).append(file)
     last_steps = {}
     for files_from in files_of.values():
         for step, following in pairwise(sorted(files_from)):

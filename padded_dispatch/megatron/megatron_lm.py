@@ -39,7 +39,7 @@ from padded_dispatch.megatron.telemetry import (
     scalars,
 )
 from padded_dispatch.recorder import RoutingBuffer, TraceRecorder, steps_apart
-from padded_dispatch.trace import TracedRun
+from padded_dispatch.trace import TracedRun, steps_before
 from padded_dispatch.utils.patches import PATCHED
 from padded_dispatch.utils.results import require_folder
 
@@ -343,7 +343,8 @@ def record_routing(
         layer.token_dispatcher.observers.append(buffers[number])
     folder.mkdir(parents=True, exist_ok=True)
     for earlier in folder.glob("rank-*-step-*.npy"):
-        if int(earlier.stem.rpartition("-")[2]) >= steps_done:
+        before = steps_before(earlier)
+        if before is not None and before >= steps_done:
             earlier.unlink(missing_ok=True)
     group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
     return TraceRecorder(
