@@ -17,6 +17,7 @@ Letters: M micro-batches of a step; T tokens; K experts per token; E experts.
 """
 
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
@@ -71,13 +72,14 @@ class RoutingBuffer:
 
 
 def steps_apart(
-    every: int, *, num_steps: int, num_records: int, num_tokens: int, top_k: int
+    every: int, *, steps_done: int, num_steps: int, num_records: int, num_tokens: int, top_k: int
 ) -> int:
     """Return the steps between two recorded ones, so that a file has at most `MAX_BYTES`.
 
     Args:
-        every: the least; the result is a multiple.
-        num_steps: until the end of the run.
+        every: the least; the result is a multiple. Steps are recorded whose number it divides.
+        steps_done: before the recording.
+        num_steps: at the end of the run.
         num_records: of a step and rank; alike on all ranks, which so record the same steps.
         num_tokens: of a record (T).
         top_k: most experts of a token (K).
@@ -88,7 +90,7 @@ def steps_apart(
     of_step = num_records * record_bytes(num_tokens, top_k) + HEADER_BYTES
     most, rule = MAX_BYTES // of_step, f"have at most {MAX_BYTES} bytes for each step and rank"
     require(most >= 1, "trace", of_step, rule, "set trace=None")
-    return every * max(1, -(-(num_steps // every) // most))
+    return next(n for n in count(every, every) if num_steps // n - steps_done // n <= most)
 
 
 class TraceRecorder:

@@ -84,25 +84,30 @@ def test_a_replayed_microbatch_is_kept_like_an_eager_one():
 
 def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path, monkeypatch):
     of_step = 2 * record_bytes(7, 2) + HEADER_BYTES
-    sizes = dict(num_steps=6, num_records=2, num_tokens=7, top_k=2)
-    for steps_that_fit, every in ((3, 2), (2, 4), (1, 6)):
+    """Also one that is resumed behind an odd number of steps."""
+    sizes = dict(num_records=2, num_tokens=7, top_k=2)
+    for done, end, steps_that_fit, every in (
+        *((0, 6, 3, 2), (0, 6, 2, 4), (0, 6, 1, 4)),
+        *((3, 8, 3, 2), (3, 8, 2, 4), (3, 8, 1, 6)),
+    ):
         limit = steps_that_fit * of_step + of_step // 2
         monkeypatch.setattr(module, "MAX_BYTES", limit)
         path, filled = tmp_path / "trace.npy", buffer()
-        assert steps_apart(2, **sizes) == every
+        assert steps_apart(2, steps_done=done, num_steps=end, **sizes) == every
         recorder = TraceRecorder(path, RUN, {1: filled}, rank=3, every=every)
-        for step in range(1, 7):
+        for step in range(done + 1, end + 1):
             observe(filled, step)
             recorder.step(step)
         recorder.close()
         trace = load_traces([path])
-        assert sorted(set(trace.steps.tolist())) == list(range(every, 7, every))
+        recorded = [step for step in range(done + 1, end + 1) if step % every == 0]
+        assert sorted(set(trace.steps.tolist())) == recorded
         assert path.stat().st_size <= limit
     monkeypatch.setattr(module, "MAX_BYTES", of_step - 1)
     with pytest.raises(
         ValueError, match=rf"trace must have .*{of_step - 1} .*, got {of_step}; set"
     ):
-        steps_apart(2, **sizes)
+        steps_apart(2, steps_done=0, num_steps=6, **sizes)
 
 
 def test_probabilities_that_a_trace_cannot_hold():

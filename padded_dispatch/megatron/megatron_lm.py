@@ -300,7 +300,8 @@ def record_routing(
     num_layers = -(-last_layer(model) // model.pipeline_model_parallel_size)
     apart = steps_apart(
         every,
-        num_steps=num_steps - steps_done,
+        steps_done=steps_done,
+        num_steps=num_steps,
         num_records=num_layers * num_microbatches,
         num_tokens=num_tokens,
         top_k=model.moe_router_topk,
