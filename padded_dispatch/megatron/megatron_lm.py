@@ -180,7 +180,7 @@ def follow_training() -> None:
         if hasattr(training, name):
             PATCHED.wrap(training, name, _by_name(getattr(loop, name)))
         else:
-            lost = "no figures, retries or traces in Megatron-LM's loop, "
+            lost = "some figures, retries or traces are missing in Megatron-LM's loop, "
             log_once(f"{lost}because it has no {_MODULE}.{name}", logging.WARNING)
 
 

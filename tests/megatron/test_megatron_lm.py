@@ -253,8 +253,8 @@ def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, m
     log_once.cache_clear()
     install()
     assert not any(hasattr(loop, name) for name in NAMES)
-    lost = "no figures, retries or traces in Megatron-LM's loop, because it has no "
-    assert [text for text in caplog.messages if text.startswith("no figures")] == [
+    lost = "some figures, retries or traces are missing in Megatron-LM's loop, because it has no "
+    assert [text for text in caplog.messages if text.startswith("some figures")] == [
         f"{lost}{MODULE}.{name}" for name in NAMES
     ]
 
