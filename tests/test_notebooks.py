@@ -34,6 +34,10 @@ def faults(notebook: Any) -> list[str]:
             found.append(f"stderr {output.text}")
         elif LOCAL.search(text_of(output)):
             found.append(f"local {text_of(output)}")
+    for cell in code:  # Only the last value of a cell is shown.
+        values = [output for output in cell.outputs if output.output_type == "execute_result"]
+        if re.search(r"^table\(", cell.source, re.MULTILINE) and not values:
+            found.append("a table that is not shown")
     if "**On the command line:**" not in notebook.cells[0].source:
         found.append("no command line")
     return found
@@ -56,6 +60,9 @@ def test_notebooks_can_be_read_without_running_them():
     ):
         cell = nbformat.v4.new_code_cell("x", execution_count=1, outputs=[output])
         assert faults(nbformat.v4.new_notebook(cells=[title, cell])) == [fault]
+    cell = nbformat.v4.new_code_cell("table(x)\nprint(x)", execution_count=1)
+    notebook = nbformat.v4.new_notebook(cells=[title, cell])
+    assert faults(notebook) == ["a table that is not shown"]
     cell = nbformat.v4.new_code_cell("x", execution_count=2)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# x"), cell])
     assert faults(notebook) == ["not executed from top to bottom", "no command line"]
