@@ -91,3 +91,10 @@ def test_the_word_alone_drops_nothing_and_learns_within_the_noise_of_stocks_seed
     ):
         gaps = [measure(ours[seed]) - measure(stock[seed]) for seed in stock]
         assert abs(statistics.mean(gaps)) <= 4.303 * statistics.stdev(gaps) / 3**0.5
+
+
+def test_only_layers_on_an_h200_have_a_roofline():
+    runs = json.loads((FOLDER / "results" / "layer_bench.json").read_text())["runs"]
+    for run in runs:
+        known = run["about"]["machine"].endswith("NVIDIA H200")
+        assert all((row["floor_ms"] is not None) == known for row in run["rows"])
