@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,8 @@ def train(settings: Settings, device: torch.device) -> Outcome:
     with megatron_state(settings):
         meter = Meter(settings, device)
         trainer = _build(settings, device)
-        outcome = _run(trainer, meter)
+        with ExitStack() as ends:
+            outcome = _run(trainer, meter, ends)
         pool = _chosen(trainer.chunks).get("capacity_pool")
         meter.write(outcome.rows, outcome.evaluations, pool)
         if trainer.graphs:
@@ -172,12 +173,14 @@ def _schedule(graphs: IterationGraph | LayerGraphs | None) -> IterationGraph | N
     return graphs if isinstance(graphs, IterationGraph) else None
 
 
-def _run(trainer: Trainer, meter: Meter) -> Outcome:
+def _run(trainer: Trainer, meter: Meter, ends: ExitStack) -> Outcome:
     settings, output = trainer.settings, trainer.settings.output
     ours = settings.dispatch.dispatcher == "padded_alltoall"
     # It warns of drops, or raises, as `on_overflow` says.
     telemetry = Telemetry(trainer.chunks, every=output.log_every) if ours else None
     tracer, rows, evaluations = _tracer(trainer), [], {}
+    if tracer:
+        ends.callback(tracer.close)  # Also behind a step that ends the run.
     for number in range(1, output.steps + 1):
         meter.add(trainer.step(number))
         if number == 1 and (chosen := _chosen(trainer.chunks)):
@@ -200,8 +203,6 @@ def _run(trainer: Trainer, meter: Meter) -> Outcome:
         if output.eval_every and (last or number % output.eval_every == 0):
             evaluations[number] = trainer.evaluate()
             show(f"step {number} | held-out loss {evaluations[number]:.4f}")
-    if tracer:
-        tracer.close()
     return Outcome(rows=rows, evaluations=evaluations)
 
 

@@ -15,6 +15,8 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron import uninstall
@@ -282,6 +284,23 @@ def _run_on_gpus(flags: str) -> tuple[Counted, list[float]]:
     torch.cuda.set_stream(training_stream())
     run = f"--device cuda --workers {dist.get_world_size()} --seq-length 128 --micro-batch 3"
     return counted_run(f"{run} --steps 24 --capacity-factor 0.5 --deterministic {flags}", device)
+
+
+def _fails(flags: str) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        _train_in_shared_groups(flags)
+    uninstall()
+    with shared_groups():  # Else the end of the process ends what a failed run has set up.
+        parallel_state.destroy_model_parallel()
+    unset_num_microbatches_calculator()
+    return str(caught.value)
+
+
+def test_a_trace_has_the_step_that_ended_its_run(pool2, tmp_path):
+    flags = "--steps 2 --capacity-factor 0.5 --padded-capacity-pool expert"
+    words = pool2.run(_fails, f"{flags} --padded-on-overflow error --trace {tmp_path}")
+    assert all(text.startswith("on_overflow='error'") for text in words)
+    assert load_traces([tmp_path]).steps.tolist() == [1] * 4  # Two layers, two ranks.
 
 
 def check_on_gpus(pool: WorkerPool, folder: Path, flags: str) -> None:
