@@ -242,13 +242,17 @@ class _Loop:
         return call()
 
     def checkpoint_and_decide_exit(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
-        """End the run behind its last step, at a limit of time, and where a signal asks for it."""
-        ends = call()
-        is_last = given["iteration"] >= self._training.get_args().train_iters
-        if self._run is not None and (ends or is_last):
-            self._run.finish()
-            self._run = None
+        """End the run before the checkpoint of its last step, and where the loop ends early."""
+        if given["iteration"] >= self._training.get_args().train_iters:
+            self._end()
+        if ends := call():
+            self._end()
         return ends
+
+    def _end(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
 
     def _run_of(self, chunks: list[Any], optimizer: Any, steps_done: int) -> _Run | None:
         """Return the run of a model, which starts if it is another one; None without our layers.

@@ -49,10 +49,11 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
     """Put the module into `sys.modules`; `sizes` has `microbatches`, `seq` and `batch`.
 
     `lines`: step and means of each line that was printed. `calls`: the forward-backward function of
-    each step. `before`: if set, called with the number of each step before it.
+    each step. `before`: if set, called with the number of each step before it. `read`: readings
+    before each step's checkpoint.
     """
     module: Any = ModuleType(MODULE)
-    module.lines, module.calls = [], []
+    module.lines, module.calls, module.read = [], [], []
     module.tensorboard, module.wandb, module.before = Writer(), Writer(), None
     module.get_tensorboard_writer = lambda: module.tensorboard
     module.get_wandb_writer = lambda: module.wandb
@@ -134,6 +135,7 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
                 break
 
     def checkpoint_and_decide_exit(model, iteration):
+        module.read.append(len(module.tensorboard.scalars.get("moe/dropped", ())))
         return iteration == args.exit_interval
 
     for function in (train, train_step, training_log, checkpoint_and_decide_exit):
@@ -303,6 +305,9 @@ def test_steps_behind_the_last_line_are_read_where_the_loop_ends_early(loop):
     train(loop)
     written = loop.tensorboard.scalars["moe/dropped"]
     assert [step for step, _ in written] == [1, 3] and written == loop.wandb.scalars["moe/dropped"]
+    loop.get_args().exit_interval, loop.read = None, []
+    train(loop)
+    assert loop.read == [3, 3, 3, 4, 4, 5]  # That of the last step comes before its checkpoint.
 
 
 def test_evaluation_does_not_mix_with_training(loop):
