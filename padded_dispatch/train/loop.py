@@ -37,9 +37,8 @@ from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.metrics import Meter, Row, Step, mean_over_ranks, now
 from padded_dispatch.train.model import (
     EAGER_STEPS,
-    MegatronAdam,
-    TorchAdam,
     build_chunks,
+    build_optimizer,
     learning_rate,
     moe_layers,
     release,
@@ -72,7 +71,7 @@ class Trainer:
     settings: Settings
     device: torch.device
     chunks: list[Any]
-    optimizer: TorchAdam | MegatronAdam
+    optimizer: Any
     text: Windows
     held_out: Windows
     graphs: IterationGraph | LayerGraphs | None
@@ -86,7 +85,7 @@ class Trainer:
         begin, start = time.perf_counter(), now()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.adam.zero_grad()
+        self.optimizer.zero_grad()
         losses = run_passes(
             settings,
             self.chunks,
@@ -97,7 +96,9 @@ class Trainer:
             schedule=self.retry or _schedule(self.graphs),
         )
         host_ms = (time.perf_counter() - begin) * 1e3
-        self.optimizer.step(learning_rate(settings.recipe.lr, number, settings.output.steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(settings.recipe.lr, number, settings.output.steps)
+        self.optimizer.step()
         retried = self.retry.num_retried > num_before if self.retry else None
         return Step(losses=losses, retried=retried, start=start, done=now(), host_ms=host_ms)
 
@@ -139,11 +140,10 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
     recipe, corpus = settings.recipe, load_corpus(settings.recipe.text)
     config = transformer_config(settings)
     chunks = build_chunks(settings, config)
-    on_gpu = settings.layout.device == "cuda"
-    optimizer = (MegatronAdam if on_gpu else TorchAdam)(chunks, recipe.lr)
+    optimizer = build_optimizer(settings, chunks)
     graphs = retry = None
     if settings.output.graph != "none":
-        graphs = _graphs(settings, config, chunks, optimizer.adam)
+        graphs = _graphs(settings, config, chunks, optimizer)
     if settings.dispatch.padded.on_overflow == "retry":
         retry = Retry(_schedule(graphs) or get_forward_backward_func(), chunks)
     return Trainer(
@@ -159,13 +159,13 @@ def _build(settings: Settings, device: torch.device) -> Trainer:
 
 
 def _graphs(
-    settings: Settings, config: Any, chunks: list[Any], adam: Any
+    settings: Settings, config: Any, chunks: list[Any], optimizer: Any
 ) -> IterationGraph | LayerGraphs:
-    """Return the graphs of a run; a capture of layers clears the gradients of `adam`."""
+    """Return the graphs of a run; a capture of layers clears the gradients of `optimizer`."""
     if settings.output.graph == "full-iteration":
         return IterationGraph(config)
     sizes = {"seq_length": settings.recipe.seq_length, "micro_batch": settings.recipe.micro_batch}
-    return LayerGraphs(chunks, optimizers=(adam,), **sizes)
+    return LayerGraphs(chunks, optimizers=(optimizer,), **sizes)
 
 
 def _schedule(graphs: IterationGraph | LayerGraphs | None) -> IterationGraph | None:

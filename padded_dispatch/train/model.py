@@ -234,34 +234,15 @@ def learning_rate(peak: float, step: int, num_steps: int) -> float:
     return peak * (0.55 - 0.45 * math.cos(math.pi * left))
 
 
-class TorchAdam:
-    """`torch.optim.AdamW` over the gradients that Megatron's DDP keeps in `main_grad`.
+def build_optimizer(settings: Settings, chunks: list[Any]) -> Any:
+    """Return Adam over the gradients that Megatron's DDP keeps in `main_grad`.
 
-    Gradients are not clipped: that would need their norm over all ranks.
+    On GPUs it is Megatron's distributed optimizer: it clips gradients to norm 1, and its state is
+    sharded over data parallel ranks, an expert's over the ranks that hold this expert. On CPUs it
+    is PyTorch's, which clips nothing: that would need the norm over all ranks.
     """
-
-    def __init__(self, chunks: list[Any], lr: float) -> None:
-        self.params = [p for chunk in chunks for p in chunk.parameters()]
-        self.adam = torch.optim.AdamW(
-            self.params, lr=lr, betas=_BETAS, weight_decay=_WEIGHT_DECAY, foreach=True
-        )
-
-    def step(self, lr: float) -> None:
-        """Update the weights."""
-        for param in self.params:
-            param.grad = param.main_grad
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        self.adam.step()
-
-
-class MegatronAdam:
-    """Megatron's distributed optimizer: Adam's state sharded over data parallel ranks.
-
-    An expert's state is sharded over the ranks that hold this expert: at EP = ranks it is whole.
-    """
-
-    def __init__(self, chunks: list[Any], lr: float) -> None:
+    lr = settings.recipe.lr
+    if settings.layout.device == "cuda":
         config = OptimizerConfig(
             optimizer="adam",
             lr=lr,
@@ -273,10 +254,13 @@ class MegatronAdam:
             params_dtype=torch.bfloat16,
             use_distributed_optimizer=True,
         )
-        self.adam: Any = get_megatron_optimizer(config, chunks)
+        return get_megatron_optimizer(config, chunks)
+    params: list[Any] = [p for chunk in chunks for p in chunk.parameters()]
+    adam = torch.optim.AdamW(params, lr=lr, betas=_BETAS, weight_decay=_WEIGHT_DECAY, foreach=True)
 
-    def step(self, lr: float) -> None:
-        """Update the weights, with gradients clipped to norm 1."""
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        self.adam.step()
+    def take_main_grads(*_: object) -> None:
+        for param in params:
+            param.grad = param.main_grad
+
+    adam.register_step_pre_hook(take_main_grads)
+    return adam

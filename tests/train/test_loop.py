@@ -267,14 +267,14 @@ def test_layers_are_captured_ahead_of_the_first_step_that_is_not_eager(monkeypat
         monkeypatch.setattr(loop.LayerGraphs, name, note)
     monkeypatch.setattr(loop, "run_passes", lambda *_, **given: [given["schedule"]])
     settings, optimizer = on_a_gpu("layer"), MagicMock()
-    made = loop._graphs(settings, None, [], optimizer.adam)  # pyright: ignore
+    made = loop._graphs(settings, None, [], optimizer)  # pyright: ignore
     given: Any = dict.fromkeys(("text", "held_out", "retry")) | {"graphs": made, "chunks": []}
     trainer = loop.Trainer(settings=settings, device=CPU, optimizer=optimizer, **given)
     with megatron_on_cpu():
         for number in range(1, 6):
             assert trainer.step(number).losses == [None]  # Megatron's own schedule.
             events.append(number)
-    sizes = {"seq_length": 64, "micro_batch": 8, "optimizers": (optimizer.adam,)}
+    sizes = {"seq_length": 64, "micro_batch": 8, "optimizers": (optimizer,)}
     assert events == [("__init__", sizes), 1, 2, 3, ("capture", {}), 4, 5]
 
 
