@@ -1,9 +1,9 @@
 """The training loop of one worker: process groups, steps, lines of progress, evaluations.
 
-`run_passes` runs micro-batches through the model by Megatron's schedules
-(`get_forward_backward_func`): without a pipeline, with one, and interleaved. With
-`on_overflow="retry"` a step that dropped rows runs twice (`padded_dispatch.megatron.retry`). A
-trace (`--trace`) holds the routers' choices, one file per rank, for `padded-dispatch tune`.
+Micro-batches go through the model by Megatron's schedules (`get_forward_backward_func`): without a
+pipeline, with one, and interleaved. With `on_overflow="retry"` a step that dropped rows runs twice
+(`padded_dispatch.megatron.retry`). A trace (`--trace`) holds the routers' choices, one file per
+rank, for `padded-dispatch tune`.
 """
 
 import os
@@ -64,18 +64,28 @@ class Outcome:
         return statistics.mean(row.loss for row in rows) if rows else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Trainer:
     """This rank's part of the model, with its optimizer, data and graphs."""
 
-    settings: Settings
-    device: torch.device
-    chunks: list[Any]
-    optimizer: Any
-    text: Windows
-    held_out: Windows
-    graphs: IterationGraph | LayerGraphs | None
-    retry: Retry | None
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        recipe, corpus = settings.recipe, load_corpus(settings.recipe.text)
+        self.settings, self.device = settings, device
+        config = transformer_config(settings)
+        self.chunks = build_chunks(settings, config)
+        self.optimizer = build_optimizer(settings, self.chunks)
+        self.text = Windows(corpus.train, recipe.seq_length, recipe.seed)
+        self.held_out = Windows(corpus.held_out, recipe.seq_length, 0)
+        self.graphs: IterationGraph | LayerGraphs | None = None
+        self.retry: Retry | None = None
+        self.schedule: Callable[..., list[Any]] = get_forward_backward_func()
+        if settings.output.graph == "full-iteration":
+            self.graphs = self.schedule = IterationGraph(config)
+        elif settings.output.graph != "none":
+            sizes = {"seq_length": recipe.seq_length, "micro_batch": recipe.micro_batch}
+            # A capture clears the gradients of the optimizer.
+            self.graphs = LayerGraphs(self.chunks, optimizers=(self.optimizer,), **sizes)
+        if settings.dispatch.padded.on_overflow == "retry":
+            self.schedule = self.retry = Retry(self.schedule, self.chunks)
 
     def step(self, number: int) -> Step:
         """Run step 1, 2, ...: forward, backward and an update of the weights."""
@@ -86,15 +96,8 @@ class Trainer:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        losses = run_passes(
-            settings,
-            self.chunks,
-            self.text,
-            self.device,
-            first_sample=(number - 1) * settings.recipe.global_batch,
-            num_passes=settings.num_microbatches,
-            schedule=self.retry or _schedule(self.graphs),
-        )
+        first, num_passes = (number - 1) * settings.recipe.global_batch, settings.num_microbatches
+        losses = self._run_passes(self.text, first, num_passes)
         host_ms = (time.perf_counter() - begin) * 1e3
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(settings.recipe.lr, number, settings.output.steps)
@@ -107,25 +110,50 @@ class Trainer:
         """Return the mean loss over the first held-out samples, which are always the same."""
         for chunk in self.chunks:
             chunk.eval()
-        losses = run_passes(
-            self.settings,
-            self.chunks,
-            self.held_out,
-            self.device,
-            first_sample=0,
-            num_passes=_EVALUATION_PASSES,
-            forward_only=True,
-        )
+        losses = self._run_passes(self.held_out, 0, _EVALUATION_PASSES, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
         return mean_over_ranks(losses, self.device)
+
+    def _run_passes(
+        self, windows: Windows, first: int, num_passes: int, *, forward_only: bool = False
+    ) -> list[Tensor]:
+        """Run `num_passes` micro-batches per rank, forward and backward, and reduce the gradients.
+
+        The ranks read consecutive micro-batches of `windows` from sample `first` on.
+
+        Returns:
+            The mean loss of each pass on ranks of the last pipeline stage; nothing on other ranks.
+        """
+        recipe = self.settings.recipe
+
+        def batches() -> Iterator[dict[str, Tensor]]:
+            rank, ranks = parallel_state.get_data_parallel_rank(), self.settings.layout.dp
+            for number in range(num_passes):
+                start = first + (number * ranks + rank) * recipe.micro_batch
+                batch = windows.batch(start, recipe.micro_batch, self.device)
+                # Megatron's full-iteration graph requires a dict.
+                yield {"tokens": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
+
+        schedule = get_forward_backward_func() if forward_only else self.schedule
+        results = schedule(
+            forward_step_func=_forward,
+            data_iterator=[batches() for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=num_passes,
+            seq_length=recipe.seq_length,
+            micro_batch_size=recipe.micro_batch,
+            forward_only=forward_only,
+        )
+        # The next replay of a graph overwrites its results.
+        return [result["loss"].clone() for result in results]
 
 
 def train(settings: Settings, device: torch.device) -> Outcome:
     """Train inside `model_parallel` of the same layout. All ranks must call it."""
     with megatron_state(settings):
         meter = Meter(settings, device)
-        trainer = _build(settings, device)
+        trainer = Trainer(settings, device)
         with ExitStack() as ends:
             outcome = _run(trainer, meter, ends)
         pool = _chosen(trainer.chunks).get("capacity_pool")
@@ -134,43 +162,6 @@ def train(settings: Settings, device: torch.device) -> Outcome:
             trainer.graphs.delete()  # Process groups cannot be destroyed while graphs exist.
         release(trainer.chunks)
     return outcome
-
-
-def _build(settings: Settings, device: torch.device) -> Trainer:
-    recipe, corpus = settings.recipe, load_corpus(settings.recipe.text)
-    config = transformer_config(settings)
-    chunks = build_chunks(settings, config)
-    optimizer = build_optimizer(settings, chunks)
-    graphs = retry = None
-    if settings.output.graph != "none":
-        graphs = _graphs(settings, config, chunks, optimizer)
-    if settings.dispatch.padded.on_overflow == "retry":
-        retry = Retry(_schedule(graphs) or get_forward_backward_func(), chunks)
-    return Trainer(
-        settings=settings,
-        device=device,
-        chunks=chunks,
-        optimizer=optimizer,
-        text=Windows(corpus.train, recipe.seq_length, recipe.seed),
-        held_out=Windows(corpus.held_out, recipe.seq_length, 0),
-        graphs=graphs,
-        retry=retry,
-    )
-
-
-def _graphs(
-    settings: Settings, config: Any, chunks: list[Any], optimizer: Any
-) -> IterationGraph | LayerGraphs:
-    """Return the graphs of a run; a capture of layers clears the gradients of `optimizer`."""
-    if settings.output.graph == "full-iteration":
-        return IterationGraph(config)
-    sizes = {"seq_length": settings.recipe.seq_length, "micro_batch": settings.recipe.micro_batch}
-    return LayerGraphs(chunks, optimizers=(optimizer,), **sizes)
-
-
-def _schedule(graphs: IterationGraph | LayerGraphs | None) -> IterationGraph | None:
-    """Return what replaces Megatron's schedule for training passes; None keeps Megatron's."""
-    return graphs if isinstance(graphs, IterationGraph) else None
 
 
 def _run(trainer: Trainer, meter: Meter, ends: ExitStack) -> Outcome:
@@ -227,48 +218,6 @@ def _tracer(trainer: Trainer) -> TraceRecorder | None:
         steps_done=0,
         num_steps=settings.output.steps,
     )
-
-
-def run_passes(
-    settings: Settings,
-    chunks: list[Any],
-    windows: Windows,
-    device: torch.device,
-    *,
-    first_sample: int,
-    num_passes: int,
-    forward_only: bool = False,
-    schedule: Callable[..., list[Any]] | None = None,
-) -> list[Tensor]:
-    """Run `num_passes` micro-batches per rank, forward and backward, and reduce the gradients.
-
-    The ranks read consecutive micro-batches of `windows` from `first_sample` on. `schedule`
-    replaces Megatron's.
-
-    Returns:
-        The mean loss of each pass on ranks of the last pipeline stage; nothing on other ranks.
-    """
-    recipe = settings.recipe
-
-    def batches() -> Iterator[dict[str, Tensor]]:
-        rank, ranks = parallel_state.get_data_parallel_rank(), settings.layout.dp
-        for number in range(num_passes):
-            start = first_sample + (number * ranks + rank) * recipe.micro_batch
-            batch = windows.batch(start, recipe.micro_batch, device)
-            # Megatron's full-iteration graph requires a dict.
-            yield {"tokens": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
-
-    results = (schedule or get_forward_backward_func())(
-        forward_step_func=_forward,
-        data_iterator=[batches() for _ in chunks],
-        model=chunks,
-        num_microbatches=num_passes,
-        seq_length=recipe.seq_length,
-        micro_batch_size=recipe.micro_batch,
-        forward_only=forward_only,
-    )
-    # The next replay of a graph overwrites its results.
-    return [result["loss"].clone() for result in results]
 
 
 def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
