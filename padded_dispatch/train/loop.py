@@ -99,11 +99,12 @@ class Trainer:
         first, num_passes = (number - 1) * settings.recipe.global_batch, settings.num_microbatches
         losses = self._run_passes(self.text, first, num_passes)
         host_ms = (time.perf_counter() - begin) * 1e3
+        lr = learning_rate(settings.recipe.lr, number, settings.output.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(settings.recipe.lr, number, settings.output.steps)
+            group["lr"] = lr
         self.optimizer.step()
         retried = self.retry.num_retried > num_before if self.retry else None
-        return Step(losses=losses, retried=retried, start=start, done=now(), host_ms=host_ms)
+        return Step(losses=losses, lr=lr, retried=retried, start=start, done=now(), host_ms=host_ms)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -182,8 +183,7 @@ def _run(trainer: Trainer, meter: Meter, ends: ExitStack) -> Outcome:
             telemetry.step()
         last = number == output.steps
         if number == 1 or last or number % output.log_every == 0:
-            lr = learning_rate(settings.recipe.lr, number, output.steps)
-            row = meter.read(lr, None)
+            row = meter.read()
             try:
                 if telemetry:
                     counts = telemetry.finish() or telemetry.read()

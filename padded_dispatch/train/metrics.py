@@ -28,13 +28,14 @@ def now() -> torch.cuda.Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step: losses of this rank's passes, and when it began and ended.
+    """A step: losses of this rank's passes, its learning rate, and when it began and ended.
 
     `host_ms`: of the passes alone: the optimizer waits for the device. `retried`: whether it ran
     twice; None if the run repeats no step.
     """
 
     losses: list[Tensor]
+    lr: float
     retried: bool | None
     start: torch.cuda.Event
     done: torch.cuda.Event
@@ -55,8 +56,8 @@ class Row:
     lr: float
     step_ms: float
     tokens_per_s: float
-    dropped: float | None
     retried: int | None
+    dropped: float | None = None
 
     def line(self, num_steps: int) -> str:
         """Return the row as text.
@@ -87,10 +88,8 @@ def mean_over_ranks(losses: list[Tensor], device: torch.device) -> float:
 
 def _sums(losses: list[Tensor], device: torch.device) -> Tensor:
     """Return the sum and the number of this rank's losses, fp64 [2] on `device`, without a wait."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for loss in losses:
-        total += loss
-    return torch.stack((total, torch.full_like(total, len(losses))))
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack((sum(losses, zero), zero + len(losses)))
 
 
 class Meter:
@@ -102,7 +101,6 @@ class Meter:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings, self._device = settings, device
         self._steps: list[Step] = []
-        self._losses: list[Tensor] = []
         self._num_read = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -110,27 +108,18 @@ class Meter:
     def add(self, step: Step) -> None:
         """Record a step."""
         self._steps.append(step)
-        self._losses.append(_sums(step.losses, self._device))
 
-    def read(self, lr: float, dropped: float | None) -> Row:
-        """Return the figures since the last call, the same on all ranks; waits for the device.
-
-        `lr`, `dropped`: as in the row.
-        """
-        first, self._num_read = self._num_read, len(self._steps)
-        sums = torch.stack(self._losses[first:]).sum(0)
-        dist.all_reduce(sums)
-        loss_sum, num_losses = sums.tolist()
-        steps = self._steps[first:]
+    def read(self) -> Row:
+        """Return the figures since the last call, the same on all ranks; waits for the device."""
+        steps, self._num_read = self._steps[self._num_read :], len(self._steps)
         step_ms = statistics.mean(step.start.elapsed_time(step.done) for step in steps)
         retried = [step.retried for step in steps if step.retried is not None]
         return Row(
             step=len(self._steps),
-            loss=loss_sum / num_losses,
-            lr=lr,
+            loss=mean_over_ranks([loss for step in steps for loss in step.losses], self._device),
+            lr=steps[-1].lr,
             step_ms=step_ms,
             tokens_per_s=_tokens(self._settings) / step_ms * 1e3,
-            dropped=dropped,
             retried=sum(retried) if retried else None,
         )
 
@@ -140,7 +129,7 @@ class Meter:
         `loss` has every step; `step` and `dropped` are those of the lines of progress, and times
         are of the second half of the steps.
         """
-        sums = torch.stack(self._losses)
+        sums = torch.stack([_sums(step.losses, self._device) for step in self._steps])
         dist.all_reduce(sums)
         losses = (sums[:, 0] / sums[:, 1]).tolist()
         out = self._settings.output.out

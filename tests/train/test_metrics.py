@@ -15,28 +15,28 @@ CPU = torch.device("cpu")
 FLAGS = ["--device", "cpu", "--workers", "2", "--micro-batch", "2", "--seq-length", "25"]
 
 
-def step(losses: list[float], ms: float, retried: bool | None = None) -> Step:
+def step(losses: list[float], lr: float, ms: float, retried: bool | None = None) -> Step:
     event: Any = SimpleNamespace(elapsed_time=lambda end: ms)
     tensors = [torch.tensor(loss) for loss in losses]
-    return Step(losses=tensors, retried=retried, start=event, done=event, host_ms=0.0)
+    return Step(losses=tensors, lr=lr, retried=retried, start=event, done=event, host_ms=0.0)
 
 
 def _rows() -> list[Row]:
     """Return rows of two ranks; the second has no losses."""
     first = dist.get_rank() == 0
     meter = Meter(parse(FLAGS), CPU)
-    meter.add(step([1.0, 2.0] if first else [], 1000.0, retried=True))
-    meter.add(step([4.0, 5.0] if first else [], 3000.0, retried=False))
-    rows = [meter.read(0.5, 0.25)]
-    meter.add(step([7.0] if first else [], 1000.0))
-    return [*rows, meter.read(0.25, None)]
+    meter.add(step([1.0, 2.0] if first else [], 0.1, 1000.0, retried=True))
+    meter.add(step([4.0, 5.0] if first else [], 0.5, 3000.0, retried=False))
+    rows = [meter.read()]
+    meter.add(step([7.0] if first else [], 0.25, 1000.0))
+    return [*rows, meter.read()]
 
 
 def test_rows_sum_over_steps_and_ranks():
     first: Any = {"step": 2, "loss": 3.0, "lr": 0.5, "step_ms": 2000.0, "tokens_per_s": 50.0}
-    first |= {"dropped": 0.25, "retried": 1}
+    first |= {"retried": 1}
     second: Any = {"step": 3, "loss": 7.0, "lr": 0.25, "step_ms": 1000.0, "tokens_per_s": 100.0}
-    second |= {"dropped": None, "retried": None}
+    second |= {"retried": None}
     assert run_on_threads(2, _rows) == [[Row(**first), Row(**second)]] * 2
 
 
