@@ -126,8 +126,7 @@ def _check(settings: Settings) -> None:
     enough = output.graph == "none" or output.steps > EAGER_STEPS
     rule = f"be above {EAGER_STEPS}, the eager ones, with --graph"
     require(enough, "--steps", output.steps, rule)
-    corpus = load_corpus(recipe.text)
-    for text in (corpus.train, corpus.held_out):
+    for text in load_corpus(recipe.text):
         Windows(text, recipe.seq_length, recipe.seed)
     if output.out is not None:
         require_results("--out", output.out)

@@ -8,7 +8,6 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +22,11 @@ _HELD_OUT_SHARE = 20  # one file in twenty
 _DOCUMENTS = ".md", ".rst", ".txt"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """Bytes to train on and bytes to evaluate on, from different files; uint8."""
+def load_corpus(text: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return bytes to train on and bytes to evaluate on, from different files; uint8.
 
-    train: np.ndarray
-    held_out: np.ndarray
-
-
-def load_corpus(text: str | None = None) -> Corpus:
-    """Read files of a folder, sorted by name, each followed by a zero byte.
-
-    A file's name alone decides whether it is held out.
+    Files of a folder are sorted by name, each followed by a zero byte. A file's name alone decides
+    whether it is held out.
 
     Args:
         text: a folder, whose documents are held out. None is the standard library, of which one
@@ -54,7 +46,7 @@ def load_corpus(text: str | None = None) -> Corpus:
     rule = "be a folder with Python files to train on and documents to evaluate on"
     require(all(parts.values()), "--text", str(root), rule)
     train, held_out = (np.frombuffer(b"".join(parts[key]), np.uint8) for key in (False, True))
-    return Corpus(train=train, held_out=held_out)
+    return train, held_out
 
 
 def _files(root: Path, endings: tuple[str, ...], skipped: set[str]) -> Iterator[str]:

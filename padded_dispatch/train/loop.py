@@ -68,13 +68,14 @@ class Trainer:
     """This rank's part of the model, with its optimizer, data and graphs."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
-        recipe, corpus = settings.recipe, load_corpus(settings.recipe.text)
+        recipe = settings.recipe
         self.settings, self.device = settings, device
         config = transformer_config(settings)
         self.chunks = build_chunks(settings, config)
         self.optimizer = build_optimizer(settings, self.chunks)
-        self.text = Windows(corpus.train, recipe.seq_length, recipe.seed)
-        self.held_out = Windows(corpus.held_out, recipe.seq_length, 0)
+        text, held_out = load_corpus(recipe.text)
+        self.text = Windows(text, recipe.seq_length, recipe.seed)
+        self.held_out = Windows(held_out, recipe.seq_length, 0)
         self.graphs: IterationGraph | LayerGraphs | None = None
         self.retry: Retry | None = None
         self.schedule: Callable[..., list[Any]] = get_forward_backward_func()
