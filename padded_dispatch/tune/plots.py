@@ -57,8 +57,8 @@ def dropped(study: Study) -> "Figure":
     """Draw the share without room by factor: every layer, all layers, another pool, and balance."""
     figure, axes = _figure(4.2)
     replay, drop = study.chosen.replay, study.chosen.drop
-    of_layers = replay.dropped.sum(2) / np.maximum(replay.asked.sum(1), 1)  # [factors, layers]
-    for i, of_layer in enumerate(of_layers.T if of_layers.shape[1] > 1 else ()):
+    of_layers = replay.layer_shares.T
+    for i, of_layer in enumerate(of_layers if len(of_layers) > 1 else ()):
         label = "each layer" if i == 0 else None
         axes.plot(replay.factors, _visible(of_layer), color=BLUE, alpha=0.35, lw=1, label=label)
     label = f"all rows, pool {study.pool}"
@@ -68,8 +68,7 @@ def dropped(study: Study) -> "Figure":
         label = f"all rows, pool {other.pool}"
         axes.plot(other.factors, _visible(other.dropped_share), color=GREY, lw=1.8, label=label)
     if study.pool == "expert":
-        balanced = _visible([option.balanced for option in study.options])
-        label = "perfectly balanced router"
+        balanced, label = _visible(replay.balanced), "perfectly balanced router"
         axes.plot(replay.factors, balanced, color=GREEN, lw=1.8, ls="--", label=label)
     if drop:
         axes.axhline(drop, color=GREY, lw=1, ls=":", label=f"at most: {percent(drop)}")

@@ -13,13 +13,11 @@ than that is in notebooks/results/LOG.md.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from padded_dispatch.config import CapacityPool, require
-from padded_dispatch.tune.cost import balanced_drop, kept_bytes
 from padded_dispatch.tune.demand import Demand, missing_ranks
 from padded_dispatch.tune.replay import POOLS, Replay, replay
 
@@ -67,23 +65,16 @@ class Advice:
 class Recommendation:
     """The smallest factors with one kind of pool that leave at most `drop` of the rows no room.
 
-    `overall`: one factor for all layers. `layers`: one for each, by layer number; of layers that
-    share a store, what `overall` does to each. `replay`: what they come from.
+    `overall`: one factor for all layers, number `index` of those that were replayed. `layers`: one
+    for each, by layer number; of layers that share a store, what `overall` does to each. `replay`:
+    what they come from.
     """
 
     drop: float
+    index: int
     overall: Advice
     layers: dict[int, Advice]
     replay: Replay
-
-    @property
-    def _chosen(self) -> int:
-        return int(np.argmax(self.replay.factors == self.overall.factor))
-
-    @property
-    def retried(self) -> float:
-        """Share of the steps in which any row has no room at the recommended factor."""
-        return float((self.replay.dropped[self._chosen].sum(0) > 0).mean())
 
     def sentence(self) -> str:
         """Return the answer in a sentence."""
@@ -91,7 +82,7 @@ class Recommendation:
         room = f"{advice.room:,} slots per source rank and expert"
         if pool == "store":
             room = f"a store of {advice.room:,} rows"
-        lost, words = int(self.replay.lost[self._chosen]), ""
+        lost, words = int(self.replay.lost[self.index]), ""
         if lost:
             share = percent(lost / self.replay.asked.sum())
             words = f" {share} are dropped, for want of slots between ranks or of room for a layer."
@@ -152,40 +143,20 @@ def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
             worst=float((dropped[index] / asked).max()),
         )
 
-    overall = advice(replay.asked.sum(0), replay.dropped.sum(1))
-    shared = None
-    if replay.pool == "store":
-        shared = int(np.argmax(replay.factors == overall.factor))
+    asked, dropped = replay.asked.sum(0), replay.dropped.sum(1)
+    index = smallest(asked, dropped)
+    shared = index if replay.pool == "store" else None
     return Recommendation(
         drop=drop,
+        index=index,
         replay=replay,
-        overall=overall,
+        overall=advice(asked, dropped, index),
         layers={
             int(layer): advice(replay.asked[i], replay.dropped[:, i], shared)
             for i, layer in enumerate(replay.demand.layers)
             if replay.asked[i].any()
         },
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Option:
-    """One factor, what it drops and what it costs.
-
-    `room`: see `Advice`. `dropped`: share of all rows; `worst_step`, `worst_layer`: share of those
-    of the step and of the layer that lose most; `balanced`: of a perfectly balanced router, None
-    for a store. `retried`: share of the steps in which any layer drops a row, which
-    `on_overflow="retry"` would run again. `kept_bytes`: see `cost`.
-    """
-
-    factor: float
-    room: int
-    dropped: float
-    worst_step: float
-    worst_layer: float
-    balanced: float | None
-    retried: float
-    kept_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -204,42 +175,6 @@ class Study:
     def pool(self) -> CapacityPool:
         """The recommended kind of pool."""
         return self.chosen.replay.pool
-
-    @cached_property
-    def options(self) -> tuple[Option, ...]:
-        """Effects of each factor with the recommended kind of pool."""
-        replay, run = self.chosen.replay, self.demand.run
-        worst = (replay.dropped.sum(2) / np.maximum(replay.asked.sum(1), 1)).max(1)
-        by_step = (replay.dropped.sum(1) / np.maximum(replay.asked.sum(0), 1)).max(1)
-        found = []
-        for i, config in enumerate(replay.configs):
-            balanced = None
-            if self.pool == "expert":
-                balanced = balanced_drop(
-                    num_tokens=run.num_tokens,
-                    top_k=config.top_k,
-                    num_experts=config.num_experts,
-                    capacity=config.capacity(run.num_tokens),
-                )
-            found.append(
-                Option(
-                    factor=float(replay.factors[i]),
-                    room=int(replay.room[i]),
-                    dropped=float(replay.dropped_share[i]),
-                    worst_step=float(by_step[i]),
-                    worst_layer=float(worst[i]),
-                    balanced=balanced,
-                    retried=float((replay.dropped[i].sum(0) > 0).mean()),
-                    kept_bytes=kept_bytes(
-                        config,
-                        run.num_tokens,
-                        hidden_size=run.hidden_size,
-                        fc1_width=run.fc1_width,
-                        num_layers=replay.store_layers,
-                    ),
-                )
-            )
-        return tuple(found)
 
 
 def study(

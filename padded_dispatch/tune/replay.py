@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from padded_dispatch.config import CapacityPool, DispatchConfig, require
 from padded_dispatch.trace import TracedRun
+from padded_dispatch.tune.cost import balanced_drop, kept_bytes
 from padded_dispatch.tune.demand import Demand, most_tokens, strike
 
 POOLS: tuple[CapacityPool, ...] = ("expert", "store")
@@ -63,6 +64,41 @@ class Replay:
     def dropped_share(self) -> NDArray[np.float64]:
         """Share of all rows that each factor drops, [factors]."""
         return self.dropped.sum((1, 2)) / max(1, int(self.asked.sum()))
+
+    @property
+    def worst_step(self) -> NDArray[np.float64]:
+        """Share of the rows of the step that loses most, [factors]."""
+        return (self.dropped.sum(1) / np.maximum(self.asked.sum(0), 1)).max(1)
+
+    @property
+    def layer_shares(self) -> NDArray[np.float64]:
+        """Share of each layer's rows, [factors, layers]."""
+        return self.dropped.sum(2) / np.maximum(self.asked.sum(1), 1)
+
+    @property
+    def retried(self) -> NDArray[np.float64]:
+        """Share of the steps in which any row has no room, [factors].
+
+        `on_overflow="retry"` would run those of cells again.
+        """
+        return self.dropped.any(1).mean(1)
+
+    @property
+    def balanced(self) -> list[float]:
+        """Share that each factor of cells drops of a perfectly balanced router."""
+        run = self.demand.run
+        sizes = {"num_experts": run.num_experts, "top_k": run.top_k, "num_tokens": run.num_tokens}
+        return [balanced_drop(**sizes, capacity=slots) for slots in self.room.tolist()]
+
+    @property
+    def kept_bytes(self) -> list[int]:
+        """Bytes that each factor keeps for backward, see `cost`."""
+        run, num_layers = self.demand.run, self.store_layers
+        sizes = {"hidden_size": run.hidden_size, "fc1_width": run.fc1_width}
+        return [
+            kept_bytes(config, run.num_tokens, **sizes, num_layers=num_layers)
+            for config in self.configs
+        ]
 
 
 def replay(

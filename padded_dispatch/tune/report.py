@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from padded_dispatch.tune.recommend import Option, Study, percent
+import numpy as np
+
+from padded_dispatch.tune.recommend import Study, percent
 from padded_dispatch.tune.settings import blocks
 
 # A row of the terminal's table is the smallest factor that leaves no more without room than this.
@@ -42,13 +44,13 @@ def pool_table(study: Study) -> Table:
     """Return a row for each kind of pool; equal factors are equal bytes."""
     rows = []
     for answer in study.answers:
-        holds_all = ~answer.replay.dropped.any((1, 2))  # The last one does.
+        holds_all = answer.replay.dropped_share == 0  # The last one does.
         rows.append(
             (
                 answer.replay.pool,
                 f"{answer.overall.factor:g}",
                 percent(answer.overall.dropped),
-                percent(answer.retried),
+                percent(answer.replay.retried[answer.index]),
                 f"{answer.replay.factors[holds_all][0]:g}",
             )
         )
@@ -57,28 +59,29 @@ def pool_table(study: Study) -> Table:
     return Table(headers=headers, rows=tuple(rows), marked=marked)
 
 
-def factor_table(study: Study, options: Sequence[Option], *, brief: bool) -> Table:
-    """Return the rows without room and the cost of some factors, a row for each of `options`.
+def factor_table(study: Study, indices: Sequence[int], *, brief: bool) -> Table:
+    """Return the rows without room and the cost of the factors with these numbers.
 
     `brief`: only the columns that a terminal has room for.
     """
+    replay = study.chosen.replay
     columns = {
-        "factor": [f"{option.factor:g}" for option in options],
-        _ROOM[study.pool]: [f"{option.room:,}" for option in options],
-        "no room": [percent(option.dropped) for option in options],
-        "worst step": [percent(option.worst_step) for option in options],
+        "factor": [f"{factor:g}" for factor in replay.factors],
+        _ROOM[study.pool]: [f"{room:,}" for room in replay.room],
+        "no room": map(percent, replay.dropped_share),
+        "worst step": map(percent, replay.worst_step),
     }
     if not brief:
-        columns["steps with such"] = [percent(option.retried) for option in options]
-        columns["worst layer"] = [percent(option.worst_layer) for option in options]
+        columns["steps with such"] = map(percent, replay.retried)
+        columns["worst layer"] = map(percent, replay.layer_shares.max(1))
         if study.pool == "expert":
-            columns["balanced"] = [percent(option.balanced or 0.0) for option in options]
-    columns["GiB"] = [f"{option.kept_bytes / 2**30:.3g}" for option in options]
-    factors = [option.factor for option in options]
+            columns["balanced"] = map(percent, replay.balanced)
+    columns["GiB"] = [f"{kept / 2**30:.3g}" for kept in replay.kept_bytes]
+    rows = list(zip(*columns.values(), strict=True))
     return Table(
         headers=tuple(columns),
-        rows=tuple(zip(*columns.values(), strict=True)),
-        marked=factors.index(study.chosen.overall.factor),
+        rows=tuple(rows[i] for i in indices),
+        marked=indices.index(study.chosen.index),
     )
 
 
@@ -102,14 +105,12 @@ def layer_table(study: Study) -> Table:
 
 def summary(study: Study, report: Path) -> str:
     """Return the text for the terminal, at most 80 columns wide; `report`: path of the page."""
-    shown = {study.chosen.overall.factor}
-    for share in _SHARES:
-        shown.update([option.factor for option in study.options if option.dropped <= share][:1])
-    options = [option for option in study.options if option.factor in shown]
+    shares = study.chosen.replay.dropped_share
+    shown = {study.chosen.index, *(int(np.argmax(shares <= share)) for share in _SHARES)}
     block, other = blocks(study)
     parts = [
         *_answer(study),
-        str(factor_table(study, options, brief=True)),
+        str(factor_table(study, sorted(shown), brief=True)),
         _filled(f"{block.target}, {block.about} ({other.target}: {report}):") + f"\n{block.text}",
     ]
     return "\n\n".join(parts)
@@ -118,12 +119,9 @@ def summary(study: Study, report: Path) -> str:
 def whole(study: Study) -> str:
     """Return the text of the page."""
     run, own = study.demand.run, study.pool == "expert"
-    every, factor = max(1, len(study.options) // _PAGE_ROWS), study.chosen.overall.factor
-    options = [
-        option
-        for i, option in enumerate(study.options, start=1 - len(study.options))
-        if i % every == 0 or i == 0 or option.factor == factor
-    ]
+    num_factors = len(study.chosen.replay.configs)
+    last, every = num_factors - 1, max(1, num_factors // _PAGE_ROWS)
+    shown = {study.chosen.index, *range(last, -1, -every)}
     note = "No room: of all rows."
     if not own:
         note += " In a store each overwrites another, which backward computes again;"
@@ -138,7 +136,7 @@ def whole(study: Study) -> str:
         f"micro-batches in {study.chosen.overall.num_steps:,} steps, {len(study.chosen.layers)} "
         f"layers; {run.num_experts} experts, top-{run.top_k}, {run.num_ranks} source "
         f"ranks of {run.num_tokens:,} tokens each. Every micro-batch was replayed at "
-        f"{len(study.options)} factors with the dispatcher's own rule: the counts are exact. "
+        f"{num_factors} factors with the dispatcher's own rule: the counts are exact. "
         "Dropping changes what is learned; a trace does not show how much."
     )
     settings = [f"{block.target}, {block.about}:\n{block.text}" for block in blocks(study)]
@@ -148,7 +146,7 @@ def whole(study: Study) -> str:
     parts = [
         *_answer(study),
         *settings,
-        f"{factor_table(study, options, brief=False)}\n\n{_filled(note)}",
+        f"{factor_table(study, sorted(shown), brief=False)}\n\n{_filled(note)}",
         str(layer_table(study)),
         _filled(method),
     ]

@@ -40,7 +40,7 @@ def test_the_smallest_factor_that_leaves_enough_rows_room():
     found = advise(needs, drop=0.025)
     advice = found.overall
     assert (advice.room, advice.num_steps, advice.halves) == (12, 600, (1.2, 1.2))
-    assert (advice.dropped, advice.worst, found.retried) == (0.025, 1 / 20, 0.5)
+    assert (advice.dropped, advice.worst, found.replay.retried[found.index]) == (0.025, 1 / 20, 0.5)
     assert found.warnings() == []
     assert found.sentence() == (
         "Set the capacity factor to 1.2 with capacity_pool=expert (12 slots per source rank and "
@@ -133,23 +133,19 @@ def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_options_are_what_the_replay_says(pool):
-    found = studied("lognormal", pools=(pool,))
-    replay, sizes = found.chosen.replay, dict(hidden_size=64, fc1_width=96, num_layers=2)
-    assert [option.factor for option in found.options] == replay.factors.tolist()
-    for i, option in enumerate(found.options):
-        dropped, config = replay.dropped[i], replay.configs[i]
-        by_step = np.sort(dropped.sum(0) / replay.asked.sum(0))
-        assert option.dropped == dropped.sum() / replay.asked.sum()
-        assert option.worst_step == by_step[-1]
-        assert option.worst_layer == max(dropped.sum(1) / replay.asked.sum(1))
-        assert option.retried == (dropped.sum(0) > 0).mean()
+def test_effects_and_costs_of_each_factor(pool):
+    replay = studied("lognormal", pools=(pool,)).chosen.replay
+    sizes = dict(hidden_size=64, fc1_width=96, num_layers=2)
+    for i, config in enumerate(replay.configs):
+        dropped = replay.dropped[i]
+        assert replay.dropped_share[i] == dropped.sum() / replay.asked.sum()
+        assert replay.worst_step[i] == max(dropped.sum(0) / replay.asked.sum(0))
+        assert replay.layer_shares[i].tolist() == (dropped.sum(1) / replay.asked.sum(1)).tolist()
+        assert replay.retried[i] == (dropped.sum(0) > 0).mean()
         room = {"expert": config.capacity(64), "store": config.store_rows(64, 2)}
-        assert option.room == room[pool]
-        assert option.kept_bytes == kept_bytes(config, 64, **sizes)
-        if pool == "store":
-            assert option.balanced is None
-        else:
-            balanced = dict(num_tokens=64, top_k=2, num_experts=16, capacity=option.room)
-            assert option.balanced == balanced_drop(**balanced)
-    assert found.options[0].retried == 1.0 and found.options[-1].dropped == 0
+        assert replay.room[i] == room[pool]
+        assert replay.kept_bytes[i] == kept_bytes(config, 64, **sizes)
+        if pool == "expert":
+            balanced = dict(num_tokens=64, top_k=2, num_experts=16, capacity=room[pool])
+            assert replay.balanced[i] == balanced_drop(**balanced)
+    assert replay.retried[0] == 1.0 and replay.dropped_share[-1] == 0

@@ -38,27 +38,29 @@ def found():
     return dataclasses.replace(store, chosen=store.answers[0])
 
 
+def every_factor(found, *, brief=False) -> Table:
+    return factor_table(found, range(len(found.chosen.replay.configs)), brief=brief)
+
+
 def cells(table: Table, number: int) -> dict[str, str]:
     return dict(zip(table.headers, table.rows[number], strict=True))
 
 
 def test_cells_of_the_tables(found):
-    table = factor_table(found, found.options, brief=False)
+    table, replay, advice = every_factor(found), found.chosen.replay, found.chosen.overall
     assert table.marked is not None
-    option = found.options[table.marked]
-    assert option.factor == found.chosen.overall.factor
     shown = {
-        "factor": f"{option.factor:g}",
-        "slots": f"{option.room:,}",
-        "no room": percent(option.dropped),
-        "worst step": percent(option.worst_step),
-        "steps with such": percent(option.retried),
-        "worst layer": percent(option.worst_layer),
-        "balanced": percent(option.balanced),
-        "GiB": f"{option.kept_bytes / 2**30:.3g}",
+        "factor": f"{advice.factor:g}",
+        "slots": f"{advice.room:,}",
+        "no room": percent(advice.dropped),
+        "worst step": percent(advice.worst),
+        "steps with such": percent(replay.retried[table.marked]),
+        "worst layer": percent(max(replay.layer_shares[table.marked])),
+        "balanced": percent(replay.balanced[table.marked]),
+        "GiB": f"{replay.kept_bytes[table.marked] / 2**30:.3g}",
     }
     assert cells(table, table.marked) == shown
-    brief = factor_table(found, found.options, brief=True)
+    brief = every_factor(found, brief=True)
     assert brief.headers == ("factor", "slots", "no room", "worst step", "GiB")
     table = layer_table(found)
     for number, (layer, advice) in enumerate(found.chosen.layers.items()):
@@ -79,14 +81,15 @@ def test_cells_of_pools(found):
     for row, answer in zip(pool_table(found).rows, found.answers, strict=True):
         pool, factor, dropped, retried, needed = row
         assert (pool, factor) == (answer.replay.pool, f"{answer.overall.factor:g}")
-        assert (dropped, retried) == (percent(answer.overall.dropped), percent(answer.retried))
+        assert dropped == percent(answer.overall.dropped)
+        assert retried == percent(answer.replay.retried[answer.index])
         index = answer.replay.factors.tolist().index(float(needed))
         lacking = answer.replay.dropped.sum((1, 2))[: index + 1]
         assert lacking[:-1].all() and lacking[-1] == 0
     # A layer by itself has five shares, which is all that two ranks can ask for.
     assert pool_table(studied(pools=("store",), store_layers=1)).rows[0][-1] == "0.5"
-    table = factor_table(store, store.options, brief=False)
-    assert cells(table, 4)["rows"] == f"{store.options[4].room:,}"
+    table = every_factor(store)
+    assert cells(table, 4)["rows"] == f"{store.chosen.replay.room[4]:,}"
     assert not {"slots", "balanced"} & {*table.headers}
     assert layer_table(store).headers[-1] == "worst step" and len(layer_table(store).rows) == 3
 
@@ -104,9 +107,9 @@ def test_one_screen(found):
     # The smallest factors for some shares, and the recommended one.
     rows = text.split("GiB")[1].split("\n\n")[0].splitlines()[1:]
     shown = [float(row.removeprefix(">").split()[0]) for row in rows]
+    replay = found.chosen.replay
     for share in (0.1, 0.05, 0.01, 0.001, 0.0):
-        smallest = next(o.factor for o in found.options if o.dropped <= share)
-        assert smallest in shown
+        assert replay.factors[replay.dropped_share <= share][0] in shown
     assert found.chosen.overall.factor in shown and len(shown) <= 7
 
 
@@ -128,7 +131,7 @@ def test_the_page_shows_the_recommendation_its_tables_and_its_settings(found):
     assert page.count("<h1>Capacity for zipf &lt;b&gt;</h1>") == 1
     assert " ".join(text.split()).startswith(found.chosen.sentence())
     assert str(pool_table(found)) in text and str(layer_table(found)) in text
-    every = str(factor_table(found, found.options, brief=False)).splitlines()
+    every = str(every_factor(found)).splitlines()
     marked = next(line for line in every if line.startswith(">"))
     shown = [" ".join(line.split()) for line in text.splitlines()]
     for line in (every[0], every[1], marked, every[-1]):
