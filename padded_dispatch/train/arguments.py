@@ -76,24 +76,16 @@ def resolve(arguments: argparse.Namespace) -> Settings:
     preset = PRESETS[arguments.preset]
     layout = Layout(**_layout_defaults(preset, given) | _of(Layout, given))
     drops = given.get("dispatcher", DROPPING[0]) in DROPPING
-    defaults: dict[str, Any] = {"capacity_factor": 1.25 if drops else None}
-    dispatch = Dispatch(**defaults | _of(Dispatch, given), padded=from_arguments(arguments))
-    steps = given.get("steps", preset.steps)
-    micro_batch = given.get("micro_batch", preset.micro_batch)
-    defaults = {
-        "num_layers": preset.num_layers,
-        "seq_length": preset.seq_length,
-        "micro_batch": micro_batch,
-        "global_batch": micro_batch * max(1, layout.dp) * layout.pp,
-        "lr": preset.lr,
-    }
+    dispatch: dict[str, Any] = {"capacity_factor": 1.25 if drops else None}
+    values = vars(preset) | given
+    recipe = {"global_batch": values["micro_batch"] * max(1, layout.dp) * layout.pp}
     return Settings(
         preset=arguments.preset,
         model=preset.model,
-        recipe=Recipe(**defaults | _of(Recipe, given)),
-        dispatch=dispatch,
+        recipe=Recipe(**recipe | _of(Recipe, values)),
+        dispatch=Dispatch(**dispatch | _of(Dispatch, given), padded=from_arguments(arguments)),
         layout=layout,
-        output=Output(**{"steps": steps} | _of(Output, given)),
+        output=Output(**_of(Output, values)),
     )
 
 
