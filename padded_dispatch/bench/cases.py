@@ -1,7 +1,8 @@
 """Cases of the benchmark: model shapes, contenders, skews, and a case made of them."""
 
+import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, get_args
@@ -134,23 +135,14 @@ class Case:
         )
 
 
-def sweep(
-    *,
-    models: list[str],
-    eps: list[int],
-    tokens: list[int],
-    skews: list[str],
-    capacity_factors: list[float],
-    contenders: list[str],
-    main_grads: Sequence[MainGrad] = ("none",),
-) -> Iterator[Case]:
-    """Yield every valid combination, the last argument varying fastest.
+def sweep(given: argparse.Namespace) -> Iterator[Case]:
+    """Yield every valid combination of the flags, contenders and `--main-grad` varying fastest.
 
     A contender that does not drop comes once, with the first factor.
     """
-    for ep, model, num_tokens, skew in product(eps, models, tokens, skews):
-        for i, factor in enumerate(capacity_factors):
-            for contender, main_grad in product(contenders, main_grads):
+    for ep, model, num_tokens, skew in product(given.ep, given.models, given.tokens, given.skews):
+        for i, factor in enumerate(given.capacity_factors):
+            for contender, main_grad in product(given.contenders, given.main_grad):
                 drops = CONTENDERS[contender].drops
                 if drops or i == 0:
                     yield Case(

@@ -52,17 +52,7 @@ def resolve(given: argparse.Namespace) -> argparse.Namespace:
     given = with_defaults(given)
     with errors_name_flags(given):
         _check(given)
-        given.cases = tuple(
-            sweep(
-                models=given.models,
-                eps=given.ep,
-                tokens=given.tokens,
-                skews=given.skews,
-                capacity_factors=given.capacity_factors,
-                contenders=given.contenders,
-                main_grads=given.main_grad,
-            )
-        )
+        given.cases = tuple(sweep(given))
     return given
 
 
@@ -136,12 +126,7 @@ def measure(
     on_gpu = device.type == "cuda"
     flags = stock_flags(case, on_gpu=on_gpu)
     row: dict[str, Any] = {
-        "model": case.model,
-        "ep": case.ep,
-        "tokens": case.tokens,
-        "capacity_factor": case.capacity_factor,
-        "skew": case.skew,
-        "main_grad": case.main_grad,
+        **vars(case),
         "contender": contender.name,
         "variant": contender.variant,
         "graph": contender.graph,
@@ -173,7 +158,8 @@ def _figures(
     on_gpu = device.type == "cuda"
     graphed = CONTENDERS[case.contender].graph == "layer"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    data = batches(case, seed=dist.get_rank(), dtype=dtype, device=device)
+    sizes = case.shape, case.tokens, case.skew
+    data = batches(*sizes, seed=dist.get_rank(), dtype=dtype, device=device)
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from padded_dispatch.bench.cases import SKEWS, Case, MainGrad
+from padded_dispatch.bench.cases import SKEWS, MainGrad
 from padded_dispatch.megatron.stacked_linear import StackedLinear
 from padded_dispatch.utils.routings import routing_scores
 from padded_dispatch.utils.shapes import LayerShape
@@ -71,24 +71,21 @@ class Batch:
     logits: Tensor
 
 
-def batches(case: Case, *, seed: int, dtype: torch.dtype, device: torch.device) -> list[Batch]:
+@functools.lru_cache(maxsize=1)
+def batches(
+    shape: LayerShape,
+    num_tokens: int,
+    skew: str,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Batch]:
     """Return the batches that iterations take in turn; do not write to them.
 
     Consecutive cases that differ only in factor or contender share one list: drawing 16,384 tokens
     takes longer than measuring them. `seed`: a different number on each rank.
     """
-    return _drawn(case.shape, case.tokens, case.skew, seed, dtype, device)
-
-
-@functools.lru_cache(maxsize=1)
-def _drawn(
-    shape: LayerShape,
-    num_tokens: int,
-    skew: str,
-    seed: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[Batch]:
     drawn = []
     for i in range(_NUM_BATCHES):
         number = seed * _NUM_BATCHES + i

@@ -1,5 +1,7 @@
 """The cases of a sweep, and their cells."""
 
+from argparse import Namespace
+
 from padded_dispatch.bench.cases import Case, sweep
 
 CASE = {"model": "tiny", "ep": 2, "tokens": 64, "skew": "uniform", "contender": "module"}
@@ -8,7 +10,8 @@ CASE = {"model": "tiny", "ep": 2, "tokens": 64, "skew": "uniform", "contender": 
 def test_a_sweep_is_every_combination_and_those_that_do_not_drop_once():
     sizes = {"tokens": [64], "skews": ["uniform"], "capacity_factors": [1.0, 2.0]}
     models, contenders = ["tiny", "qwen3-30b-a3b"], ["dropless", "module", "packed"]
-    cases = sweep(models=models, eps=[2, 1], contenders=contenders, **sizes)
+    given = {"models": models, "ep": [2, 1], "contenders": contenders, "main_grad": ["none"]}
+    cases = sweep(Namespace(**given, **sizes))
     found = [(c.ep, c.model, c.contender, c.capacity_factor) for c in cases]
     assert found == [
         (ep, model, contender, factor)

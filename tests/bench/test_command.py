@@ -42,6 +42,10 @@ def _built(**changes):
     return case, build(case, stock_flags(case, on_gpu=False), CPU)
 
 
+def _data(case, seed=0):
+    return batches(case.shape, case.tokens, case.skew, seed=seed, dtype=torch.float32, device=CPU)
+
+
 @pytest.fixture
 def megatron():
     with tiny.one_process():
@@ -53,7 +57,7 @@ def megatron():
 @pytest.mark.parametrize("contender", ["module", "packed", "drop-pad"])
 def test_the_routing_is_the_one_that_was_ordered(megatron, contender):
     case, layer = _built(contender=contender, skew="lognormal-0.6")
-    (batch, *_) = batches(case, seed=3, dtype=torch.float32, device=CPU)
+    (batch, *_) = _data(case, seed=3)
     probs = []
     layer.layer.router.register_forward_hook(lambda module, args, output: probs.append(output[0]))
     layer(batch.tokens, batch.logits)
@@ -64,7 +68,7 @@ def test_the_routing_is_the_one_that_was_ordered(megatron, contender):
 
 def test_every_pass_has_a_fresh_batch_and_fresh_gradients(megatron):
     case, layer = _built()
-    data = batches(case, seed=0, dtype=torch.float32, device=CPU)
+    data = _data(case)
     passes = Passes(layer, data, graphed=False)
     expected = [layer(batch.tokens, batch.logits) for batch in data]
     weight = layer.layer.experts.local_experts[0].linear_fc1.weight
@@ -82,7 +86,7 @@ def test_gradients_are_added_to_main_grad_once(megatron, contender, main_grad):
     """Over 5 passes of 4 batches; packed experts add theirs themselves, or store them."""
     case, fresh = _built(contender=contender)
     _, summed = _built(contender=contender)
-    data = batches(case, seed=0, dtype=torch.float32, device=CPU)
+    data = _data(case)
     passes = Passes(summed, data, graphed=False, main_grad=main_grad)
     single = Passes(fresh, data, graphed=False)
     single._grad = passes._grad

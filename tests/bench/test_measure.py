@@ -9,7 +9,7 @@ import torch
 
 import padded_dispatch
 from padded_dispatch.bench import measure
-from padded_dispatch.bench.cases import Case
+from padded_dispatch.bench.cases import MODELS
 from padded_dispatch.bench.measure import batches, phase_of, phases_ms
 
 
@@ -56,13 +56,12 @@ def test_every_kernel_of_ours_has_a_phase():
 
 def test_cases_of_one_layer_and_routing_share_their_batches():
     def drawn(**changes):
-        values = {"model": "tiny", "ep": 1, "tokens": 7, "skew": "hot", "contender": "module"}
-        case = Case(**({"capacity_factor": 1.0} | values | changes))
-        return batches(case, seed=3, dtype=torch.float32, device=torch.device("cpu"))
+        sizes = {"num_tokens": 7, "skew": "hot", "seed": 3} | changes
+        return batches(MODELS["tiny"], **sizes, dtype=torch.float32, device=torch.device("cpu"))
 
     first = drawn()
-    assert drawn(contender="packed", capacity_factor=2.0) is first
-    assert drawn(tokens=8)[0].tokens.shape == (8, 1, 32)
+    assert drawn() is first
+    assert drawn(num_tokens=8)[0].tokens.shape == (8, 1, 32)
     again = drawn()
     assert again is not first
     for one, other in zip(first, again, strict=True):
