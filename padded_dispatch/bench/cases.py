@@ -5,9 +5,10 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from padded_dispatch.config import NO_DROP, DispatchConfig
+from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
 
 # Measured with SwiGLU experts without bias.
@@ -19,9 +20,14 @@ MODELS = {
     **SHAPES,
 }
 
-# Which options ours has, see `layer.OPTIONS`. "auto" is the dispatcher's word alone, "cells" the
-# same without a store; the others fix experts, and collectives.
-Variant = Literal["auto", "cells", "module", "packed"]
+# Variants of ours. "auto" is the dispatcher's word alone, "cells" the same without a store; the
+# others fix experts, and collectives.
+OPTIONS = {
+    "auto": PaddedOptions(),
+    "cells": PaddedOptions(capacity_pool="expert"),
+    "module": PaddedOptions(experts="module", exchange="alltoall"),
+    "packed": PaddedOptions(experts="packed", exchange="alltoall"),
+}
 
 # Where gradients of parameters go. "none": nowhere, each pass starts without them. "fused": to fp32
 # buffers; experts' products add theirs, with `gradient_accumulation_fusion`, and the others are
@@ -36,14 +42,14 @@ class Contender:
 
     Args:
         name: as in results files.
-        variant: see `Variant`; None for stock.
+        variant: a key of `OPTIONS`; None for stock.
         graph: "layer" in a CUDA graph, else "none".
         on_cpu: runs without a GPU.
         fp8: with the recipe tensorwise; weights are quantized before what is measured.
     """
 
     name: Literal["stock-dropless", "stock-drop-pad", "ours"]
-    variant: Variant | None = None
+    variant: str | None = None
     graph: Literal["none", "layer"] = "none"
     on_cpu: bool = False
     fp8: bool = False
@@ -54,21 +60,18 @@ class Contender:
         return self.name != "stock-dropless"
 
 
-def _ours(variant: Variant) -> dict[str, Contender]:
-    eager = Contender(name="ours", variant=variant, on_cpu=True)
-    graphed = dataclasses.replace(eager, graph="layer", on_cpu=False)
-    return {variant: eager, f"{variant}-graphed": graphed}
-
-
 CONTENDERS = {
     "dropless": Contender(name="stock-dropless"),
     "drop-pad": Contender(name="stock-drop-pad", on_cpu=True),
-    "drop-pad-graphed": Contender(name="stock-drop-pad", graph="layer"),
-    **{key: ours for variant in get_args(Variant) for key, ours in _ours(variant).items()},
+    **{key: Contender(name="ours", variant=key, on_cpu=True) for key in OPTIONS},
 }
 CONTENDERS |= {
-    f"{name}-fp8-graphed": dataclasses.replace(CONTENDERS[f"{name}-graphed"], fp8=True)
-    for name in ("drop-pad", "auto", "packed")
+    f"{key}-graphed": dataclasses.replace(CONTENDERS[key], graph="layer", on_cpu=False)
+    for key in ("drop-pad", *OPTIONS)
+}
+CONTENDERS |= {
+    f"{key}-fp8-graphed": dataclasses.replace(CONTENDERS[f"{key}-graphed"], fp8=True)
+    for key in ("drop-pad", "auto", "packed")
 }
 
 # Arguments of `routings.routing_scores`.

@@ -17,17 +17,9 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from padded_dispatch.bench.cases import CONTENDERS, Case, Variant
-from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.bench.cases import CONTENDERS, OPTIONS, Case
 
 _SEED = 1234
-
-OPTIONS: dict[Variant, PaddedOptions] = {
-    "auto": PaddedOptions(),
-    "cells": PaddedOptions(capacity_pool="expert"),
-    "module": PaddedOptions(experts="module", exchange="alltoall"),
-    "packed": PaddedOptions(experts="packed", exchange="alltoall"),
-}
 
 
 class RoutedLayer(nn.Module):
