@@ -7,7 +7,6 @@ step waits for the host between two lines.
 import statistics
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,13 @@ from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.train.model import fusions
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.utils.results import about, append_run
+
+_CONTENDERS = {
+    "padded_alltoall": "ours",
+    "allgather": "stock-allgather",
+    "alltoall": "stock-dropless",
+    "alltoall-drop-pad": "stock-drop-pad",
+}
 
 
 def now() -> torch.cuda.Event:
@@ -132,19 +138,28 @@ class Meter:
         sums = torch.stack([_sums(step.losses, self._device) for step in self._steps])
         dist.all_reduce(sums)
         losses = (sums[:, 0] / sums[:, 1]).tolist()
-        out = self._settings.output.out
-        if dist.get_rank() != 0 or out is None:
+        settings = self._settings
+        recipe, dispatch, output = settings.recipe, settings.dispatch, settings.output
+        if dist.get_rank() != 0 or output.out is None:
             return
         steady = self._steps[len(self._steps) // 2 :]
         samples = [step.start.elapsed_time(step.done) for step in steady]
         ms, on_gpu = statistics.median(samples), self._device.type == "cuda"
         row = {
-            **_identity(self._settings),
+            "model": settings.preset,
+            "ep": settings.layout.ep,
+            "tokens": recipe.micro_batch * recipe.seq_length,
+            "capacity_factor": dispatch.capacity_factor,
+            "contender": _CONTENDERS[dispatch.dispatcher],
+            "graph": output.graph,
+            "seed": recipe.seed,
+            "flags": settings.flags(),
+            "fusions": fusions(settings),
             "pool": pool,
             "ms": ms,
             "samples_ms": samples,
             "host_ms": statistics.median(step.host_ms for step in steady),
-            "tokens_per_s": _tokens(self._settings) / ms * 1e3,
+            "tokens_per_s": _tokens(settings) / ms * 1e3,
             "allocated_gib": symmetric_memory.allocated_gib() if on_gpu else None,
             "reserved_gib": symmetric_memory.reserved_gib() if on_gpu else None,
             "loss": losses,
@@ -154,37 +169,13 @@ class Meter:
         if any(r.retried is not None for r in rows):
             row["retried"] = sum(r.retried or 0 for r in rows)
         run = about(
-            num_gpus=self._settings.layout.workers if on_gpu else 0,
+            num_gpus=settings.layout.workers if on_gpu else 0,
             command=" ".join(["padded-dispatch", *sys.argv[1:]]),
-            commit=self._settings.output.commit,
+            commit=output.commit,
         )
-        append_run(out, run, [row])
+        append_run(output.out, run, [row])
 
 
 def _tokens(settings: Settings) -> int:
     """Return the tokens of a step, over all ranks."""
     return settings.recipe.global_batch * settings.recipe.seq_length
-
-
-_CONTENDERS = {
-    "padded_alltoall": "ours",
-    "allgather": "stock-allgather",
-    "alltoall": "stock-dropless",
-    "alltoall-drop-pad": "stock-drop-pad",
-}
-
-
-def _identity(settings: Settings) -> dict[str, Any]:
-    """Return the columns of a results row that name the contender, its model and its flags."""
-    recipe, dispatch = settings.recipe, settings.dispatch
-    return {
-        "model": settings.preset,
-        "ep": settings.layout.ep,
-        "tokens": recipe.micro_batch * recipe.seq_length,
-        "capacity_factor": dispatch.capacity_factor,
-        "contender": _CONTENDERS[dispatch.dispatcher],
-        "graph": settings.output.graph,
-        "seed": recipe.seed,
-        "flags": settings.flags(),
-        "fusions": fusions(settings),
-    }
