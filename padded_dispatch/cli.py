@@ -86,9 +86,6 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
             os._exit(end.code)
         raise
-    except KeyboardInterrupt:  # Called from Python: see above.
-        sys.stderr.write(f"padded-dispatch {name}: interrupted\n")
-        return 128 + signal.SIGINT
 
 
 def _function(place: str) -> Callable[..., Any]:
