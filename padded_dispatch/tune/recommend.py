@@ -167,7 +167,6 @@ class Study:
     """
 
     name: str
-    demand: Demand
     answers: tuple[Recommendation, ...]
     chosen: Recommendation
 
@@ -206,7 +205,6 @@ def study(
     of_run = demand.run.capacity_pool
     return Study(
         name=name,
-        demand=demand,
         answers=tuple(answers.values()),
         chosen=answers.get(of_run, chosen) if of_run else chosen,
     )

@@ -118,10 +118,11 @@ def summary(study: Study, report: Path) -> str:
 
 def whole(study: Study) -> str:
     """Return the text of the page."""
-    run, own = study.demand.run, study.pool == "expert"
-    num_factors = len(study.chosen.replay.configs)
-    last, every = num_factors - 1, max(1, num_factors // _PAGE_ROWS)
-    shown = {study.chosen.index, *range(last, -1, -every)}
+    replay, own = study.chosen.replay, study.pool == "expert"
+    run = replay.demand.run
+    num_factors = len(replay.configs)
+    every = max(1, num_factors // _PAGE_ROWS)
+    shown = {study.chosen.index, *range(num_factors - 1, -1, -every)}
     note = "No room: of all rows."
     if not own:
         note += " In a store each overwrites another, which backward computes again;"
@@ -132,7 +133,7 @@ def whole(study: Study) -> str:
     note += " GiB: kept for backward on a rank, of the layers that share a store, for each"
     note += " micro-batch in flight."
     method = (
-        f"The trace: {study.chosen.replay.asked.sum():,} rows of {len(study.demand.steps):,} "
+        f"The trace: {replay.asked.sum():,} rows of {len(replay.demand.steps):,} "
         f"micro-batches in {study.chosen.overall.num_steps:,} steps, {len(study.chosen.layers)} "
         f"layers; {run.num_experts} experts, top-{run.top_k}, {run.num_ranks} source "
         f"ranks of {run.num_tokens:,} tokens each. Every micro-batch was replayed at "
