@@ -41,7 +41,7 @@ REMEDY = "run pip install 'matplotlib>=3.9,<4'"
 def figures(study: Study) -> dict[str, "Figure"]:
     """Draw all figures, by name."""
     with _style():
-        return {name: draw(study) for name, draw in _FIGURES.items()}
+        return {"dropped": dropped(study), "need": need(study)}
 
 
 def svg(figure: "Figure") -> str:
@@ -96,9 +96,6 @@ def need(study: Study) -> "Figure":
     axes.set_ylim(0, 1.1 * float(replay.needed.max()))
     figure.legend(loc="outside lower center", ncols=3)
     return figure
-
-
-_FIGURES = {"dropped": dropped, "need": need}
 
 
 def _visible(shares: Any) -> Any:
