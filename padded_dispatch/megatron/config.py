@@ -19,7 +19,7 @@ from padded_dispatch.config import (
     require,
 )
 from padded_dispatch.megatron.compat import captures, captures_iteration
-from padded_dispatch.megatron.fields import REFUSED, REPLACED, ConfigField
+from padded_dispatch.megatron.fields import KEPT, REFUSED, REPLACED, Refused
 from padded_dispatch.megatron.options import PaddedOptions, require_options, to_plain
 
 _log = logging.getLogger("padded_dispatch")
@@ -128,19 +128,13 @@ def take_over(config: Any) -> None:
     It goes before Megatron's own checks, which want the other dispatcher for such settings, and
     after them, since they derive one field from another.
     """
-    for row in REPLACED:
-        value = _read(config, row.name)
-        if value in (None, _default(row.name)):
+    fields: Any = TransformerConfig.__dataclass_fields__
+    for name, note in REPLACED.items():
+        if name not in fields or _read(config, name) in (None, fields[name].default):
             continue
-        log_once(f"set for another dispatcher: {row.name}={value!r}: {row.note}")
-        if row.resets:
-            setattr(config, row.name, _default(row.name))
-
-
-def _default(name: str) -> Any:
-    """Return the default of a field of Megatron's config, None if this version lacks the field."""
-    found: Any = TransformerConfig.__dataclass_fields__.get(name)
-    return getattr(found, "default", None)
+        log_once(f"set for another dispatcher: {name}={_read(config, name)!r}: {note}")
+        if name not in KEPT:
+            setattr(config, name, fields[name].default)
 
 
 def check_pipeline(config: Any) -> None:
@@ -200,7 +194,7 @@ def _is_dense(config: Any, number: int) -> bool:
     return len(pattern) == config.num_layers and not pattern[number - 1]
 
 
-def refusals(config: Any, rows: tuple[ConfigField, ...]) -> list[str]:
+def refusals(config: Any, rows: tuple[Refused, ...]) -> list[str]:
     """Return one line per setting that the rows refuse: field, value, reason, remedy."""
     return [
         f"  {row.name}={value!r}: {row.note}. Remedy: {row.remedy}."

@@ -24,6 +24,7 @@ Letters: T tokens, L experts on this rank, D hidden size, F ffn size, G columns 
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -43,7 +44,7 @@ from padded_dispatch.megatron.compat import (
     found,
 )
 from padded_dispatch.megatron.config import padded_options, refusals
-from padded_dispatch.megatron.fields import ConfigField, given
+from padded_dispatch.megatron.fields import Refused, given
 from padded_dispatch.megatron.stacked_linear import ShardedLayout, StackedLinear
 from padded_dispatch.utils.phases import is_capturing
 
@@ -384,33 +385,30 @@ def _refused(config: Any) -> str:
     return "\n".join(["packed experts do not support", *found]) if found else ""
 
 
-def _field(name: str, note: str, refuses: Any) -> ConfigField:
-    return ConfigField(name=name, note=note, refuses=refuses, remedy=_REMEDY)
-
-
+_row = partial(Refused, remedy=_REMEDY)
 _FIELDS = (
-    _field(
+    _row(
         "activation_func",
         f"known are {', '.join(get_args(Function))}",
-        lambda function: function not in _FUNCTIONS,
+        refuses=lambda function: function not in _FUNCTIONS,
     ),
-    _field("activation_func_fp8_input_store", "the activation keeps its input as it is", bool),
-    _field("use_te_activation_func", "the activation is a kernel of ours", bool),
-    _field("moe_mlp_glu_interleave_size", "gate and up are not interleaved", given),
-    _field("moe_single_grouped_bias", "biases are read one by one", bool),
-    _field("moe_apply_probs_on_input", "probabilities weigh the activation", bool),
-    _field(
+    _row("activation_func_fp8_input_store", "the activation keeps its input as it is"),
+    _row("use_te_activation_func", "the activation is a kernel of ours"),
+    _row("moe_mlp_glu_interleave_size", "gate and up are not interleaved", refuses=given),
+    _row("moe_single_grouped_bias", "biases are read one by one"),
+    _row("moe_apply_probs_on_input", "probabilities weigh the activation"),
+    _row(
         "expert_gtp_weight_remat_size",
         "a rank has shards of its experts' weights, which Transformer Engine gathers",
-        lambda size: (size or 1) > 1,
+        refuses=lambda size: (size or 1) > 1,
     ),
-    _field("init_model_with_meta_device", "Megatron-FSDP cannot reset stacked weights", bool),
-    _field("fp16", "they compute in bf16, on CPUs in any other dtype, too", bool),
-    _field("fp4", "they compute in bf16", given),
-    _field("quant_recipe", "they compute in bf16", given),
-    _field(
+    _row("init_model_with_meta_device", "Megatron-FSDP cannot reset stacked weights"),
+    _row("fp16", "they compute in bf16, on CPUs in any other dtype, too"),
+    _row("fp4", "they compute in bf16", refuses=given),
+    _row("quant_recipe", "they compute in bf16", refuses=given),
+    _row(
         "offload_modules",
         "they offload neither expert_fc1 nor moe_act",
-        lambda modules: not {"expert_fc1", "moe_act"}.isdisjoint(modules or ()),
+        refuses=lambda modules: not {"expert_fc1", "moe_act"}.isdisjoint(modules or ()),
     ),
 )

@@ -6,6 +6,7 @@ lack a field. All others act as in stock Megatron, or nowhere; FIELDS.md counts 
 `REFUSED`: the value would be ignored, or give wrong or untested results.
 `REPLACED`: recipes set the field for another dispatcher; it is accepted, the log says once what
 stands in its place, and where Megatron would act on the value, the field goes back to its default.
+`KEPT` are those that keep their value.
 """
 
 import math
@@ -19,64 +20,56 @@ def given(value: Any) -> bool:
     return value is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConfigField:
-    """One field of TransformerConfig.
+@dataclass(frozen=True)
+class Refused:
+    """Values of one field that are refused.
 
-    `note`: the reason for refusing it, or what stands in its place.
-    `refuses`: returns true for a value that is refused.
+    `note`: the reason.
     `remedy`: the change that a user with such a value should make.
-    `resets`: the field of a config goes back to its default.
+    `refuses`: returns true for a value that is refused.
     """
 
     name: str
     note: str
+    remedy: str
     refuses: Callable[[Any], bool] = bool
-    remedy: str = ""
-    resets: bool = True
-
-
-def _refused(
-    name: str, note: str, remedy: str, refuses: Callable[[Any], bool] = bool
-) -> ConfigField:
-    return ConfigField(name=name, note=note, remedy=remedy, refuses=refuses)
 
 
 _ONE_LENGTH = "leave it False and pad sequences to one length"
 
-REFUSED: tuple[ConfigField, ...] = (
-    _refused(
+REFUSED = (
+    Refused(
         "moe_expert_capacity_factor",
         "sets the capacity; None drops nothing (C = T); a factor must be finite and above 0",
         "set a number above 0, such as 1.25, or None",
         lambda factor: factor is True or not (factor is None or 0 < abs(factor) < math.inf),
     ),
-    _refused(
+    Refused(
         "moe_use_legacy_grouped_gemm",  # 0.16 only.
         "GroupedMLP needs the grouped_gemm package and is gone in 0.17; untested",
         "leave it False, which gives TEGroupedMLP",
     ),
-    _refused(
+    Refused(
         "batch_invariant_mode",
         "which tokens are dropped depends on the rest of the batch",
         "leave it False",
     ),
-    _refused(
+    Refused(
         "hybrid_context_parallel", "gives every microbatch another number of tokens", _ONE_LENGTH
     ),
-    _refused(
+    Refused(
         "offload_modules",
         "fused_group_mlp belongs to the op fuser's experts, which are not used here",
         "offload expert_fc1 and moe_act instead",
         lambda modules: "fused_group_mlp" in (modules or ()),
     ),
-    _refused(
+    Refused(
         "transformer_impl",
         "local and transformer_engine work; inference_optimized replaces the dispatcher",
         "set transformer_engine",
         lambda impl: impl == "inference_optimized",
     ),
-    _refused(
+    Refused(
         "variable_seq_lengths", "changes T, and so every shape, from step to step", _ONE_LENGTH
     ),
 )
@@ -87,7 +80,7 @@ _BF16 = "rows travel in the dtype of the hidden states"
 _SEPARATE = "TEGroupedMLP has one parameter per expert; packed experts have one for all"
 _ALIGNED = "C is rounded up to what the fp8 or fp4 recipe needs, and no token is lost"
 
-_NOTES = {
+REPLACED = {
     "moe_combine_bwd_dtype": _BF16,
     "moe_deepep_num_sms": _SMS,
     "moe_dispatch_fwd_dtype": _BF16,
@@ -119,8 +112,4 @@ _NOTES = {
     "without it, or packed experts",
 }
 # Megatron's text generation asks for the first; dense layers use the second.
-_KEPT = ("moe_pad_experts_for_cuda_graph_inference", "use_transformer_engine_op_fuser")
-
-REPLACED: tuple[ConfigField, ...] = tuple(
-    ConfigField(name=name, note=note, resets=name not in _KEPT) for name, note in _NOTES.items()
-)
+KEPT = ("moe_pad_experts_for_cuda_graph_inference", "use_transformer_engine_op_fuser")

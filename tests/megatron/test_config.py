@@ -22,7 +22,7 @@ from padded_dispatch.megatron.config import (
     log_once,
     take_over,
 )
-from padded_dispatch.megatron.fields import REFUSED, REPLACED
+from padded_dispatch.megatron.fields import KEPT, REFUSED, REPLACED
 
 INSTALLED = f"{package_info.MAJOR}.{package_info.MINOR}"
 
@@ -46,22 +46,23 @@ def megatron_config(**changes: object) -> TransformerConfig:
     return config
 
 
-def in_this_version(rows: Any) -> list[Any]:
-    return [row for row in rows if row.name in TransformerConfig.__dataclass_fields__]
+FIELDS = TransformerConfig.__dataclass_fields__
 
 
 def test_a_plain_config_passes_and_no_field_is_new():
     check_config(megatron_config())
     check_config(SimpleNamespace())  # Fields that a version lacks are not asked for.
-    fields = [name for name in TransformerConfig.__dataclass_fields__ if name.startswith("moe_")]
+    fields = [name for name in FIELDS if name.startswith("moe_")]
     assert len(fields) == NUM_READ[INSTALLED]
-    names = [row.name for row in (*REFUSED, *REPLACED)]
+    names = [*(row.name for row in REFUSED), *REPLACED]
     page = Path(str(options.__file__)).with_name("FIELDS.md").read_text()
     assert len(set(names)) == len(names)
     assert [name for name in names if f"`{name}" not in page] == []
 
 
-@pytest.mark.parametrize("row", in_this_version(REFUSED), ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in REFUSED if row.name in FIELDS], ids=lambda row: row.name
+)
 def test_a_refused_value_is_named_with_reason_and_remedy(row):
     value = VALUES.get(row.name, True)
     with pytest.raises(ValueError) as error:
@@ -132,19 +133,18 @@ OTHER_VALUES = {
 }
 
 
-@pytest.mark.parametrize("row", in_this_version(REPLACED), ids=lambda row: row.name)
-def test_what_is_set_for_another_dispatcher_is_logged_once_and_reset(row, caplog):
-    default = getattr(megatron_config(), row.name)
-    is_number = "num" in row.name
-    value = OTHER_VALUES.get(row.name, 7 if is_number else True)
-    config = megatron_config(**{row.name: value})
-    line = f"{row.name}={value!r}: {row.note}"
+@pytest.mark.parametrize("name", [name for name in REPLACED if name in FIELDS])
+def test_what_is_set_for_another_dispatcher_is_logged_once_and_reset(name, caplog):
+    default = getattr(megatron_config(), name)
+    value = OTHER_VALUES.get(name, 7 if "num" in name else True)
+    config = megatron_config(**{name: value})
+    line = f"{name}={value!r}: {REPLACED[name]}"
     assert value != default
     log_once.cache_clear()
     with caplog.at_level("INFO"):
-        for made in (config, config, megatron_config(**{row.name: value})):
+        for made in (config, config, megatron_config(**{name: value})):
             take_over(made)
-            assert getattr(made, row.name) == (default if row.resets else value)
+            assert getattr(made, name) == (value if name in KEPT else default)
     assert caplog.messages == [f"set for another dispatcher: {line}"]
     check_config(config)
 
