@@ -4,6 +4,7 @@ import pkgutil
 from typing import Any
 
 import torch
+from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -36,13 +37,6 @@ FUSED_SWIGLU_CLAMPS = found("fusions.fused_bias_swiglu.clamped_swiglu") is not N
 # say `grad_added_to_main_grad`. Before, they restore that flag at a replay only where the config
 # has `gradient_accumulation_fusion`.
 LOCAL_GRAPHS_ADD_GRADIENTS = _IS_19
-
-# Whether Megatron captures, or warms up for it. Graphs are refused where one is missing.
-_ASKS = [
-    asks
-    for name in ("is_graph_capturing", "is_graph_warmup")
-    if (asks := found(f"transformer.cuda_graphs.{name}")) is not None
-]
 
 # Beside these, what is logged: each has a dict of tensors.
 _LOGGED = (
@@ -98,7 +92,7 @@ def capturing() -> bool:
 
     The passes with which Megatron warms up for a capture count, too.
     """
-    return is_capturing() or any(asks() for asks in _ASKS)
+    return is_capturing() or is_graph_capturing() or is_graph_warmup()
 
 
 def captures_iteration(config: Any) -> bool:

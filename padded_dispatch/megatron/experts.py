@@ -29,6 +29,8 @@ from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
+from megatron.core import activations
+from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
@@ -41,7 +43,6 @@ from padded_dispatch.megatron.compat import (
     LOCAL_GRAPHS_ADD_GRADIENTS,
     captures,
     captures_iteration,
-    found,
 )
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import Refused, given
@@ -334,9 +335,9 @@ def _loaded(experts: StackedExperts, keys: Any) -> None:
 _FUNCTIONS: dict[Any, Function] = {
     F.silu: "silu",
     F.gelu: "gelu",
-    found("fusions.fused_bias_geglu.quick_gelu"): "quick_gelu",
-    found("activations.quick_gelu"): "quick_gelu",
-    found("activations.squared_relu"): "squared_relu",
+    fused_bias_geglu.quick_gelu: "quick_gelu",
+    activations.quick_gelu: "quick_gelu",
+    activations.squared_relu: "squared_relu",
 }
 
 

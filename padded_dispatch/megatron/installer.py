@@ -16,11 +16,12 @@ import logging
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.megatron.bridge import keep_options
-from padded_dispatch.megatron.compat import captures_moe, found
+from padded_dispatch.megatron.compat import captures_moe
 from padded_dispatch.megatron.config import NAME, check_config, log_once, take_over
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import PaddedMoELayer, build
@@ -51,8 +52,7 @@ def install(options: PaddedOptions | None = None) -> None:
     PATCHED.wrap(TransformerConfig, "__post_init__", _wrap_post_init)
     PATCHED.wrap(MoELayer, "__init__", _wrap_init)
     PATCHED.wrap(_FIELD, "type", lambda names: Literal[(*get_args(names), NAME)])
-    if hasattr(ddp := found("distributed.DistributedDataParallel"), "zero_grad_buffer"):
-        PATCHED.wrap(ddp, "zero_grad_buffer", following_zeros)
+    PATCHED.wrap(DistributedDataParallel, "zero_grad_buffer", following_zeros)
     follow_training()
 
 

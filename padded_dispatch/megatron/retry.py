@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_model_config
 from torch import Tensor
@@ -34,7 +35,7 @@ from torch.distributed import distributed_c10d
 
 from padded_dispatch.config import FIT, require
 from padded_dispatch.counters import counts_in
-from padded_dispatch.megatron.compat import found, graph_scopes, logged_tensors, put_logged_back
+from padded_dispatch.megatron.compat import graph_scopes, logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, is_padded
 from padded_dispatch.megatron.telemetry import counts_kept, device_of
@@ -254,7 +255,7 @@ def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
     wrapper: Any = getattr(forward_backward_func, "wrapped", forward_backward_func)
     if type(wrapper).__name__ == "PagedStashRunner":  # For `--moe-expert-rank-capacity-factor`.
         return uncaptured(wrapper.forward_backward_func)
-    if not isinstance(wrapper, found("full_cuda_graph.FullCudaGraphWrapper") or ()):
+    if not isinstance(wrapper, FullCudaGraphWrapper):
         return forward_backward_func
 
     def run(**kwargs: Any) -> list[Any]:

@@ -28,7 +28,10 @@ from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaGraphRunner
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -37,7 +40,6 @@ from padded_dispatch.megatron import schedule, watch
 from padded_dispatch.megatron.compat import (
     FREES_GRAPH_INPUTS,
     captures_iteration,
-    found,
     graph_scopes,
     logged_tensors,
     put_logged_back,
@@ -61,47 +63,22 @@ _captured: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
 # Copies of what layers had counted before Transformer Engine captured them, until the capture ends.
 _counted: WeakKeyDictionary[Any, Copies] = WeakKeyDictionary()
 
-_LAYER = "transformer.transformer_layer.TransformerLayer"
-_RUNNER = "transformer.cuda_graphs._CudaGraphRunner"
-_RECORD = "transformer.cuda_graphs._CudagraphGlobalRecord"
-_ITERATIONS = "full_cuda_graph.FullCudaGraphWrapper"
-_LOADER = "full_cuda_graph.StaticBufferLoader"
-_PLAN = "models.common.model_chunk_schedule_plan.TransformerLayerSchedulePlan"
-
 
 def install(config: Any) -> None:
-    """Wrap what guards the layers of a config, before they are built; others stay as they are.
-
-    Raises:
-        ValueError: names what this Megatron-Core lacks.
-    """
-    impl = config.cuda_graph_impl
-
-    def need(*names: str, field: str = "cuda_graph_impl", value: Any = impl) -> None:
-        off = "False" if value is True else "'none'"
-        for name in names:
-            rule = f"be {off} with this Megatron-Core, which has no megatron.core.{name}"
-            require(found(name) is not None, field, value, rule, f"set {field}={off}")
-
-    if impl != "none":
-        graphs = "transformer.cuda_graphs"
-        need(f"{graphs}.is_graph_capturing", f"{graphs}.is_graph_warmup")
-        need(f"{_LAYER}._should_call_local_cudagraph", f"{_LAYER}._should_call_te_cudagraph")
+    """Wrap what guards the layers of a config, before they are built; others stay as they are."""
+    if config.cuda_graph_impl != "none":
         PATCHED.wrap(TransformerLayer, "__call__", _wrap_call)
-    if impl == "local":
-        need(_RECORD, f"{_RUNNER}.create_fwd_graph")
-        PATCHED.wrap(found(_RUNNER), "create_fwd_graph", _wrap_local_capture)
+    if config.cuda_graph_impl == "local":
+        PATCHED.wrap(_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture)
     if captures_iteration(config):
-        need(_ITERATIONS, _LOADER)
-        PATCHED.wrap(found(_LOADER), "__call__", _wrap_loader)
+        PATCHED.wrap(StaticBufferLoader, "__call__", _wrap_loader)
         # Megatron-LM leaves the graph of a step to the end of Python. If the graph holds
         # collectives, NCCL waits there for its end: https://github.com/pytorch/pytorch/issues/115388
         atexit.unregister(forget_iterations)  # Every layer installs.
         atexit.register(forget_iterations)
     if config.overlap_moe_expert_parallel_comm:
-        nodes = "_build_callable_nodes"
-        need(f"{_PLAN}.{nodes}", field="overlap_moe_expert_parallel_comm", value=True)
-        PATCHED.wrap(found(_PLAN), nodes, functools.partial(schedule.adapted, _replay))
+        adapted = functools.partial(schedule.adapted, _replay)
+        PATCHED.wrap(TransformerLayerSchedulePlan, "_build_callable_nodes", adapted)
 
 
 def padded_layers(chunks: list[Any]) -> list[Any]:
@@ -122,12 +99,12 @@ def release_stores(layers: list[Any], *, captured: bool) -> None:
 
 def forget_iterations() -> None:
     """Free Megatron's graphs of a step and of an evaluation; next calls warm up, then capture."""
-    wrapper = found(_ITERATIONS)
+    wrapper: Any = FullCudaGraphWrapper
     # Not by `reset_cuda_graph`, which is new in 0.18 and keeps the buffers of the batches.
     for stage in ("training", "validation"):
         wrapper.cuda_graph[stage] = wrapper.result[stage] = None
         wrapper.curr_iteration[stage] = 0
-        found(_LOADER).static_buffers[stage] = []
+        StaticBufferLoader.static_buffers[stage] = []
     gc.collect()
 
 
@@ -277,7 +254,7 @@ def _check_local(layer: Any, kwargs: dict[str, Any]) -> None:
     """Compare a training pass that may be replayed with the one that was captured."""
     now = (*_mask_of(kwargs).values(), *state_of(layer))
     captured = _captured.get(layer, now)
-    if not found(_RECORD).cudagraph_created:
+    if not _CudagraphGlobalRecord.cudagraph_created:
         _captured[layer] = now
     elif now != captured:
         names = "padding_mask", *_NAMES
@@ -295,7 +272,7 @@ def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
             undo.callback(counted.restore)
             if FREES_GRAPH_INPUTS:
                 # All that a forward's capture gives back to this pool are buffers of inputs.
-                patches.set(found(_RECORD).tensor_reuse_pool, "insert", lambda buffer: None)
+                patches.set(_CudagraphGlobalRecord.tensor_reuse_pool, "insert", lambda buffer: None)
             logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
             made = create(runner, *args, **kwargs)
             put_logged_back(logged)
@@ -307,7 +284,7 @@ def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def checked_load(loader: Any, inputs: Any, stage: str, microbatch: int) -> Any:
-        held, graph = loader.static_buffers[stage], found(_ITERATIONS).cuda_graph[stage]
+        held, graph = loader.static_buffers[stage], FullCudaGraphWrapper.cuda_graph[stage]
         if stage == "training" and microbatch == 0 and graph is not None:
             watch.see_iteration()
         if microbatch < len(held):
