@@ -131,10 +131,13 @@ class StackedLinear(nn.Module):
         """Return one expert's part of each parameter by name; they share the parameters' memory."""
         found = {}
         for kind, parameter in self.named_parameters():
-            shape = self.num_experts, -1, *parameter.shape[2:]
-            for number, part in enumerate(parameter.detach().view(shape)):
+            for number, part in enumerate(self.by_expert(parameter.detach())):
                 found[f"{kind}{number}"] = nn.Parameter(part, parameter.requires_grad)
         return found
+
+    def by_expert(self, stacked: Tensor) -> Tensor:
+        """Return a view of a parameter, or of a tensor of its shape, with a dimension of experts."""
+        return stacked.view(self.num_experts, -1, *stacked.shape[2:])
 
     def forward(self) -> Tensor:
         """Return the weight: the hooks of a call wait for what DDP gathers of the parameters."""
@@ -142,7 +145,7 @@ class StackedLinear(nn.Module):
 
     def biases(self) -> Tensor | None:
         """Return the bias of each expert, [L, out]."""
-        return None if self.bias is None else self.bias.view(self.num_experts, -1)
+        return None if self.bias is None else self.by_expert(self.bias)
 
     def sums(self, adds: bool) -> Sums | None:
         """Return DDP's buffer to which a pass of this moment adds the weight's gradient.
@@ -208,7 +211,6 @@ class StackedLinear(nn.Module):
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
         axis = self.partition_dim if parameter.dim() == 3 else 0  # A bias has one only.
-        shape = self.num_experts, -1, *parameter.shape[2:]
         split, num_splits = layout.split
 
         def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> Any:
@@ -221,7 +223,7 @@ class StackedLinear(nn.Module):
             # layers are alike, and an optimizer puts the name of its state in front.
             experts = key.removesuffix(name)
             shards = []
-            for local, expert in enumerate(data.detach().view(shape)):
+            for local, expert in enumerate(self.by_expert(data.detach())):
                 expert_key, offsets = layout.expert(local)
                 for number, part in enumerate(expert.chunk(num_parts)):
                     part_key = f"{experts}{expert_key}{name}"
@@ -309,10 +311,8 @@ def require_own_weights(chunks: list[Any], optimizer: Any) -> None:
 
 
 def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name, parameter in linear.named_parameters():
-        stacked = state.pop(f"{prefix}{name}")
-        shape = linear.num_experts, -1, *parameter.shape[2:]
-        for number, value in enumerate(stacked.view(shape)):
+    for name, _ in linear.named_parameters():
+        for number, value in enumerate(linear.by_expert(state.pop(f"{prefix}{name}"))):
             state[f"{prefix}{name}{number}"] = value
     state[f"{prefix}_extra_state"] = _NO_SCALES
 
@@ -323,9 +323,8 @@ def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *given: An
     for name, parameter in linear.named_parameters():
         if f"{prefix}{name}" in state:  # From a distributed checkpoint.
             continue
-        shape = linear.num_experts, -1, *parameter.shape[2:]
         parts = []
-        for number, own in enumerate(parameter.detach().view(shape)):
+        for number, own in enumerate(linear.by_expert(parameter.detach())):
             part = state.pop(key := f"{prefix}{name}{number}", None)
             if part is None:
                 missing.append(key)
