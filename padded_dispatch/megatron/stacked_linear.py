@@ -334,6 +334,7 @@ def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *given: An
             else:
                 own = part
             parts.append(own)
+        parts = [part.to(parts[0].device) for part in parts]  # The model's own may be elsewhere.
         state[f"{prefix}{name}"] = torch.cat(parts).view(parameter.shape)
     for number in range(linear.num_experts):
         state.pop(f"{prefix}_extra_state{number or ''}", None)

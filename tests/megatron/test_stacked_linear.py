@@ -203,3 +203,13 @@ def test_single_experts_of_a_wrong_shape_or_missing_are_named(biased, changes, w
     assert len(message.splitlines()) == 1 + len(words)
     for parameter, value in zip(made.parameters(), before, strict=True):
         assert torch.equal(parameter, value)
+
+
+@pytest.mark.filterwarnings("ignore:.* copying from a non-meta parameter")
+def test_what_is_missing_on_another_device_is_named():
+    """A model on a GPU loads a checkpoint on the CPU; here one of no memory stands for it."""
+    made = experts("packed")
+    state = made.state_dict()
+    del state["linear_fc1.weight0"]
+    missing, unexpected = made.to("meta").load_state_dict(state, strict=False)
+    assert (missing, unexpected) == (["linear_fc1.weight0"], [])
