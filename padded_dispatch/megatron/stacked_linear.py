@@ -136,7 +136,7 @@ class StackedLinear(nn.Module):
         return found
 
     def by_expert(self, stacked: Tensor) -> Tensor:
-        """Return a view of a parameter, or of a tensor of its shape, with a dimension of experts."""
+        """Return a parameter, or a tensor of its shape, as [L, ...], which shares its memory."""
         return stacked.view(self.num_experts, -1, *stacked.shape[2:])
 
     def forward(self) -> Tensor:

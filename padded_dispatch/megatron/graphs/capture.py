@@ -161,7 +161,7 @@ class IterationGraph:
         # Before 0.18, the loader's own stream copies batches without waiting for them.
         self.wrapped.static_loader.stream = torch.cuda.current_stream()
         self._layers: list[Any] = []
-        self._sizes: guard.Invariants = {}
+        self._sizes: tuple[Any, ...] = ()
         self._states: list[tuple[Any, ...]] = []
 
     def __call__(self, **kwargs: Any) -> list[Any]:
@@ -175,9 +175,8 @@ class IterationGraph:
                 first call, if DDP reads gradients on the host, and see `check_random_states`.
             torch.OutOfMemoryError: if the graph does not fit; the message names it.
         """
-        sizes = {
-            name: kwargs[name] for name in ("num_microbatches", "seq_length", "micro_batch_size")
-        }
+        names = "num_microbatches", "seq_length", "micro_batch_size"
+        sizes = tuple(kwargs[name] for name in names)
         if not self._sizes:
             check_random_states(device_of(kwargs["model"]))
             for name in ("check_for_nan_in_grad", "check_for_large_grads"):
@@ -191,7 +190,7 @@ class IterationGraph:
                 )
             self._layers = guard.padded_layers(kwargs["model"])
             self._sizes, self._states = sizes, [guard.state_of(layer) for layer in self._layers]
-        guard.check_unchanged(self._sizes, sizes)
+        guard.check_unchanged(names, self._sizes, sizes)
         guard.check_layers(self._layers, self._states)
         if self.wrapped.curr_iter("training") != self.wrapped.cuda_graph_warmup_steps:
             return self.wrapped(**kwargs)
@@ -208,7 +207,7 @@ class IterationGraph:
         """
         guard.forget_iterations()
         guard.release_stores(self._layers, captured=True)
-        self._sizes = {}
+        self._sizes = ()
 
 
 def release(helper: Any) -> None:

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import gc
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -47,9 +47,6 @@ from padded_dispatch.megatron.compat import (
 from padded_dispatch.megatron.config import is_ours
 from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, is_padded
 from padded_dispatch.utils.patches import PATCHED, Patches
-
-# Values that a graph depends on, by the names that errors give.
-Invariants = dict[str, Any]
 
 _FIELDS = (
     *(f.name for f in dataclasses.fields(TransformerConfig) if f.name.startswith("moe_")),
@@ -125,40 +122,36 @@ def state_of(layer: Any) -> tuple[Any, ...]:
 
 def check_layers(layers: list[Any], states: list[tuple[Any, ...]]) -> None:
     """Raise if the state of a layer is another one than before; see `check_unchanged`."""
-    captured: Invariants = {}
-    changed: Invariants = {}
+    names: list[str] = []
+    captured, changed = (), ()
     for layer, before in zip(layers, states, strict=True):
         if (now := state_of(layer)) != before:
-            names = [f"{name} in layer {layer.layer_number}" for name in _NAMES]
-            captured |= _named(before, names)
-            changed |= _named(now, names)
-    check_unchanged(captured, changed)
+            names += [f"{name} in layer {layer.layer_number}" for name in _NAMES]
+            captured, changed = captured + before, changed + now
+    check_unchanged(names, captured, changed)
 
 
-def check_unchanged(captured: Invariants, now: Invariants) -> None:
-    """Raise if anything that a graph depends on has changed since its capture.
+def check_unchanged(names: Sequence[str], captured: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+    """Raise if anything that a graph depends on, by the names given, has changed since its capture.
 
     Raises:
         ValueError: names everything that differs, with both values.
     """
-    changed = [
-        f"{name} must stay {value!r}, got {now[name]!r}"
-        for name, value in captured.items()
-        if now[name] != value
-    ]
-    if changed:
-        raise ValueError(
-            f"{', '.join(changed)}: a captured CUDA graph would ignore the change; change it back, "
-            "or delete the graphs and capture again"
-        )
+    if now == captured:
+        return
+    changed = ", ".join(
+        f"{name} must stay {before!r}, got {value!r}"
+        for name, before, value in zip(names, captured, now, strict=True)
+        if value != before
+    )
+    raise ValueError(
+        f"{changed}: a captured CUDA graph would ignore the change; change it back, or delete the "
+        "graphs and capture again"
+    )
 
 
-def _named(values: tuple[Any, ...], names: Iterable[str]) -> Invariants:
-    return dict(zip(names, values, strict=True))
-
-
-def _mask_of(given: dict[str, Any]) -> Invariants:
-    return {"padding_mask": "absent" if given.get("padding_mask") is None else "given"}
+def _mask_of(given: dict[str, Any]) -> str:
+    return "absent" if given.get("padding_mask") is None else "given"
 
 
 def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,8 +229,7 @@ def _replay(layer: Any, replay: Callable[..., Any], *args: Any, **kwargs: Any) -
     num_graphs = len(layer.cuda_graphs)
     num_microbatches = captured[2] if num_graphs == 1 else get_num_microbatches()
     now = _state_of_call(layer, _hidden_states(args, kwargs), num_microbatches)
-    if now != captured:
-        check_unchanged(_named(captured, _NAMES_OF_CALL), _named(now, _NAMES_OF_CALL))
+    check_unchanged(_NAMES_OF_CALL, captured, now)
     with schedule.replayed(layer, kwargs.pop("padding_mask", None)):
         return replay(*args, **kwargs)
 
@@ -252,13 +244,11 @@ def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _check_local(layer: Any, kwargs: dict[str, Any]) -> None:
     """Compare a training pass that may be replayed with the one that was captured."""
-    now = (*_mask_of(kwargs).values(), *state_of(layer))
-    captured = _captured.get(layer, now)
-    if not _CudagraphGlobalRecord.cudagraph_created:
+    now = _mask_of(kwargs), *state_of(layer)
+    if _CudagraphGlobalRecord.cudagraph_created:
+        check_unchanged(("padding_mask", *_NAMES), _captured.get(layer, now), now)
+    else:
         _captured[layer] = now
-    elif now != captured:
-        names = "padding_mask", *_NAMES
-        check_unchanged(_named(captured, names), _named(now, names))
 
 
 def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -292,7 +282,7 @@ def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
             # What a batch lacks, the loader leaves as it was.
             keeps = before.get("padding_mask") is not None and "padding_mask" not in batch
             if keeps or graph is not None:
-                check_unchanged(_mask_of(before), _mask_of(batch))
+                check_unchanged(["padding_mask"], (_mask_of(before),), (_mask_of(batch),))
         return load(loader, inputs, stage, microbatch)
 
     return checked_load
