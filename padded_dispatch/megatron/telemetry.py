@@ -148,18 +148,19 @@ class Telemetry:
         Returns:
             Snapshots in the step after the one that started a read; otherwise None.
         """
-        finished = self._finish()
         self._step += 1
+        finished = self.finish()
         if self._step % self._every == 0 or self._step == self._first:
             self._pending = self._reader.start(self._step)
-        return self._followed(finished)
+        return finished
 
     def finish(self) -> Snapshots | None:
         """Return the snapshots of a read that was started, if any; waits until it has arrived.
 
         It costs nothing where the host waits for the device anyway.
         """
-        return self._followed(self._finish())
+        copy, self._pending = self._pending, None
+        return None if copy is None else self._followed(copy)
 
     def read(self) -> Snapshots:
         """Return snapshots of everything since the last ones, now; waits for the device."""
@@ -167,18 +168,12 @@ class Telemetry:
             # The next sums include the pending ones. The largest need was zeroed.
             self._reader.take_largest(self._pending)
             self._pending = None
-        snapshots = self._reader.finish(self._reader.start(self._step))
-        self._followed(snapshots)
-        return snapshots
+        return self._followed(self._reader.start(self._step))
 
-    def _finish(self) -> Snapshots | None:
-        copy, self._pending = self._pending, None
-        return None if copy is None else self._reader.finish(copy)
-
-    def _followed(self, snapshots: Snapshots | None) -> Snapshots | None:
-        """Return the snapshots, after `on_overflow` has been followed."""
-        if snapshots is not None:
-            self._warnings.follow(snapshots, self._reader.shape, logs=dist.get_rank() == 0)
+    def _followed(self, copy: "Copy") -> Snapshots:
+        """Return the snapshots of a read, after `on_overflow` has been followed."""
+        snapshots = self._reader.finish(copy)
+        self._warnings.follow(snapshots, self._reader.shape, logs=dist.get_rank() == 0)
         return snapshots
 
 
