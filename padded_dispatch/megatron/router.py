@@ -48,7 +48,9 @@ def select_after_counting(router: Any, dispatcher: PaddedAlltoAllTokenDispatcher
         "give the layer's spec such a router",
     )
     router.__class__ = _combined(type(router))
-    router.attach(dispatcher)
+    router.dispatcher, dispatcher.configs.router = dispatcher, router
+    if router.layer_number is not None:
+        dispatcher.set_layer(number_in_model(router))
 
 
 class SelectAfterCounting(TopKRouter):
@@ -58,15 +60,7 @@ class SelectAfterCounting(TopKRouter):
     """
 
     dispatcher: PaddedAlltoAllTokenDispatcher
-    _settings: Values | None
-
-    def attach(self, dispatcher: PaddedAlltoAllTokenDispatcher) -> None:
-        """Set the attributes of this class."""
-        self._settings = None
-        self.dispatcher = dispatcher
-        dispatcher.configs.router = self
-        if self.layer_number is not None:
-            dispatcher.set_layer(number_in_model(self))
+    _settings: Values | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the number, and tell the dispatcher."""
