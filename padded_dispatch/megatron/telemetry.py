@@ -30,10 +30,12 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from padded_dispatch.config import DispatchConfig
 from padded_dispatch.counters import Ints, Snapshot, counts_in, snapshot_of
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import is_padded
+from padded_dispatch.megatron.options import PaddedOptions
 
 _log = logging.getLogger("padded_dispatch")
 
@@ -77,7 +79,7 @@ def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float
     return found
 
 
-def overflow_words(snapshots: Snapshots, shape: "LayerShape") -> str:
+def overflow_words(snapshots: Snapshots, settings: "LayerSettings") -> str:
     """Return what the layer dropped that dropped most, and the factor that would have held all."""
     training, first = snapshots.training, snapshots.step - snapshots.num_steps + 1
     shares_Y = np.nan_to_num(training.dropped_share)
@@ -90,10 +92,10 @@ def overflow_words(snapshots: Snapshots, shape: "LayerShape") -> str:
     if struck := int(training.struck_Y.sum()):
         of_all += f", {struck / training.demand_YE.sum():.2%} for want of a slot between ranks"
         more = " or more"
-    if shape.has_layer_factors:
+    if settings.options.layer_factors:
         more += " without layer_factors"
     in_cells = training.share_rows_Y is None
-    pool = "capacity_pool='store' or " if in_cells and shape.packed else "or "
+    pool = "capacity_pool='store' or " if in_cells and settings.packed else "or "
     return (
         f"{shares_Y[worst]:.2%} of the rows of layer {training.layers_Y[worst]} found no room "
         f"{when} ({of_all}); moe_expert_capacity_factor={factor:g}{more} would have held all "
@@ -124,18 +126,18 @@ class Telemetry:
         local = padded_moe_layers(chunks)
         self._every, self._first, self._step = every, step + 1, step
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        own = {number: LayerShape.of(layer) for number, layer in local.items()}
+        own = {number: LayerSettings.of(layer) for number, layer in local.items()}
         dist.all_gather_object(of_ranks, own)
-        found = {number: shape for of_rank in of_ranks for number, shape in of_rank.items()}
-        shapes = {number: found[number] for number in sorted(found)}
-        if not shapes:
+        found = {number: one for of_rank in of_ranks for number, one in of_rank.items()}
+        settings = {number: found[number] for number in sorted(found)}
+        if not settings:
             raise ValueError(
                 "chunks must have a layer with moe_token_dispatcher_type='padded_alltoall', got "
                 "none on any rank; set it in the config, or build the model with padded_spec"
             )
-        self.layers: tuple[int, ...] = tuple(shapes)
+        self.layers: tuple[int, ...] = tuple(settings)
         config: Any = get_model_config(chunks[0])
-        self._reader = Reader(local, shapes, [None], config, device_of(chunks), step)
+        self._reader = Reader(local, settings, [None], config, device_of(chunks), step)
         self._warnings = Warnings()
         for layer in local.values():
             layer.token_dispatcher.configs.controlled = True
@@ -173,7 +175,7 @@ class Telemetry:
     def _followed(self, copy: "Copy") -> Snapshots:
         """Return the snapshots of a read, after `on_overflow` has been followed."""
         snapshots = self._reader.finish(copy)
-        self._warnings.follow(snapshots, self._reader.shape, logs=dist.get_rank() == 0)
+        self._warnings.follow(snapshots, self._reader.settings, logs=dist.get_rank() == 0)
         return snapshots
 
 
@@ -183,14 +185,15 @@ class Warnings:
     def __init__(self) -> None:
         self._number = 0
 
-    def follow(self, snapshots: Snapshots, shape: "LayerShape", *, logs: bool) -> None:
+    def follow(self, snapshots: Snapshots, settings: "LayerSettings", *, logs: bool) -> None:
         """Follow `on_overflow` for a reading; `logs` is whether this rank does."""
         shares_Y = np.nan_to_num(snapshots.training.dropped_share)
-        threshold = shape.overflow_threshold
-        if shape.on_overflow == "retry" or not (shares_Y > threshold).any():
+        options = settings.options
+        threshold = options.overflow_threshold
+        if options.on_overflow == "retry" or not (shares_Y > threshold).any():
             return
-        words = overflow_words(snapshots, shape)
-        if shape.on_overflow == "error":
+        words = overflow_words(snapshots, settings)
+        if options.on_overflow == "error":
             raise DroppedError(
                 f"on_overflow='error': {words}, or raise overflow_threshold={threshold:g}"
             )
@@ -214,7 +217,7 @@ class Reader:
 
     Args:
         local: this rank's layers, by number.
-        shapes: those of all ranks of the groups.
+        settings: those of all ranks of the groups.
         groups: over which `start` sums, one after the other; None is the group of all ranks.
         config: the model's TransformerConfig.
         device: of the counters.
@@ -224,28 +227,29 @@ class Reader:
     def __init__(
         self,
         local: dict[int, Any],
-        shapes: dict[int, "LayerShape"],
+        settings: dict[int, "LayerSettings"],
         groups: list[Any],
         config: Any,
         device: torch.device,
         step: int,
     ) -> None:
-        self._layers, self._groups, self._device = list(shapes), groups, device
+        self._layers, self._groups, self._device = list(settings), groups, device
         self._dispatchers = [layer.token_dispatcher for layer in local.values()]
         self._index = torch.tensor([self._layers.index(number) for number in local], device=device)
-        self.shape = shapes[self._layers[0]]
-        own_shares = [shape.share_per_token for shape in shapes.values()]
-        shares = [shape.shares_per_token for shape in shapes.values()]
+        self.settings = settings[self._layers[0]]
+        own_shares = [one.config.share(1) for one in settings.values()]
+        shares = [one.shares_per_token for one in settings.values()]
         self._shares_per_token = np.array([shares, own_shares], dtype=np.int64)
         # No other rank routes this rank's tokens, or it is the first. A store has room for the rows
         # of all sources, whatever tokens they share.
         shared = parallel_state.get_tensor_model_parallel_world_size() > 1
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         own_tokens = config.sequence_parallel or not shared or first
-        self._counts_here = own_tokens or self.shape.shares_per_token > 0
+        self._counts_here = own_tokens or self.settings.shares_per_token > 0
         self._read_step = step
+        num_totals, num_ranks = self.settings.num_totals, self.settings.config.num_ranks
         # Training and evaluation, Y, W.
-        self._sums_shape = 2, len(self._layers), self.shape.num_totals + self.shape.num_ranks
+        self._sums_shape = 2, len(self._layers), num_totals + num_ranks
         self._last_sums = np.zeros(self._sums_shape, dtype=np.int64)
         self._largest = np.zeros((2, len(self._layers)), dtype=np.int64)
 
@@ -275,7 +279,7 @@ class Reader:
 
     def _put(self, sums: Tensor, totals: Tensor) -> None:
         """Write the layers' totals, and their idle passes into this rank's column."""
-        num_totals, dispatcher = self.shape.num_totals, self._dispatchers[0]
+        num_totals, dispatcher = self.settings.num_totals, self._dispatchers[0]
         rank = dist.get_rank(dispatcher.ep_group)
         totals = totals.view(2, -1, num_totals)
         counts = counts_in(totals)
@@ -307,10 +311,10 @@ class Reader:
         self._largest = np.maximum(self._largest, copy.largest.numpy())
 
     def _snapshot(self, phase: int, sums: Ints, largest: Ints) -> Snapshot:
-        totals_YW, idle_YR = np.split(sums[phase], [self.shape.num_totals], axis=1)
-        names = {"layers": self._layers, "top_k": self.shape.top_k}
+        totals_YW, idle_YR = np.split(sums[phase], [self.settings.num_totals], axis=1)
+        names = {"layers": self._layers, "top_k": self.settings.config.top_k}
         found = snapshot_of(totals_YW, largest[phase], idle_YR, **names)
-        if not self.shape.shares_per_token:
+        if not self.settings.shares_per_token:
             return found
         rows_Y = self._shares_per_token[phase] * found.num_positions_Y
         rows_Y //= np.maximum(found.num_passes_Y, 1)
@@ -318,40 +322,31 @@ class Reader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """Sizes and options of a layer, for ranks without one. All layers of a model have the same.
+class LayerSettings:
+    """Settings of a layer, for ranks without one; all but factors are alike in a model's layers.
 
     Attributes:
+        num_totals: W, without the idle passes.
         shares_per_token: rows in balance, for each token, of what shares the layer's room; 0 where
             rows lie in cells. It may differ between layers.
-        share_per_token: those of the layer.
         packed: whether the experts are packed, which could have a store.
     """
 
-    top_k: int
-    num_ranks: int
+    config: DispatchConfig
+    options: PaddedOptions
     num_totals: int
     shares_per_token: int
-    share_per_token: int
-    on_overflow: str
-    overflow_threshold: float
-    has_layer_factors: bool
     packed: bool
 
     @classmethod
-    def of(cls, layer: Any) -> "LayerShape":
+    def of(cls, layer: Any) -> "LayerSettings":
         """Return those of a MoELayer."""
-        dispatcher, options = layer.token_dispatcher, padded_options(layer.config)
-        config = dispatcher.configs.training
+        dispatcher = layer.token_dispatcher
         return cls(
-            top_k=config.top_k,
-            num_ranks=config.num_ranks,
+            config=dispatcher.configs.training,
+            options=padded_options(layer.config),
             num_totals=len(dispatcher.counters.totals),
             shares_per_token=dispatcher.shares_per_token or 0,
-            share_per_token=config.share(1),
-            on_overflow=options.on_overflow,
-            overflow_threshold=options.overflow_threshold,
-            has_layer_factors=bool(options.layer_factors),
             packed=dispatcher.packed,
         )
 

@@ -18,7 +18,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from padded_dispatch.megatron.compat import captures_iteration, capturing
 from padded_dispatch.megatron.config import padded_options
-from padded_dispatch.megatron.telemetry import Copy, LayerShape, Reader, Warnings, by_number
+from padded_dispatch.megatron.telemetry import Copy, LayerSettings, Reader, Warnings, by_number
 from padded_dispatch.utils.phases import trains
 
 
@@ -92,7 +92,7 @@ class Watch:
             local = by_number(self.layers)
             self._reader = Reader(
                 local,
-                {number: LayerShape.of(layer) for number, layer in sorted(local.items())},
+                {number: LayerSettings.of(layer) for number, layer in sorted(local.items())},
                 [group for group in groups if group is not None and group.size() > 1],
                 self.layers[0].config,
                 dispatcher.counters.totals.device,
@@ -110,7 +110,7 @@ class Watch:
             assert self._reader is not None
             snapshots = self._reader.finish(self._pending.popleft())
             logs = self.layers[0].token_dispatcher._logs
-            self._warnings.follow(snapshots, self._reader.shape, logs=logs)
+            self._warnings.follow(snapshots, self._reader.settings, logs=logs)
 
 
 _watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # Dispatchers keep them alive.

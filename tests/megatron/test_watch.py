@@ -64,7 +64,7 @@ def test_what_is_said_is_what_telemetry_reads(alone, caplog):
         for number in range(3):
             twin.passes(number=number)
             if number == 0:
-                words = overflow_words(telemetry.read(), telemetry._reader.shape)
+                words = overflow_words(telemetry.read(), telemetry._reader.settings)
         assert first == f"{words.replace('step 0', 'step 1')} (warning 1)"
         assert len(said(caplog)) == 1  # Telemetry's: a loop that has one is not watched.
 
