@@ -11,6 +11,7 @@ among the rows of its pass, so it adds zero to its token, and its token gets no 
 n: rows of the pass; `..._N` has one element for each of them.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import cast
 
@@ -45,11 +46,8 @@ def store_offsets(
         in_use, asked, low = room.top.tolist()
     total, level = int(count_SL.sum()), NO_LEVEL
     if total > room.limit:
-        level, above = 0, int(count_SL.max())  # With `above` they do not fit.
-        while above - level > 1:
-            middle = (level + above) // 2
-            fits = int(count_SL.clamp(max=middle).sum()) <= room.limit
-            level, above = (middle, above) if fits else (level, middle)
+        levels = range(int(count_SL.max()))  # The last one that fits; 0 does.
+        level = bisect_right(levels, room.limit, key=lambda w: int(count_SL.clamp(max=w).sum())) - 1
     kept_LS = count_SL.T.clamp(max=level)
     num_rows = int(kept_LS.sum())
     base = min(in_use, room.limit - num_rows)
