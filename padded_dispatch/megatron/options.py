@@ -202,8 +202,7 @@ def require_options(name: str, value: Any) -> None:
 
 def to_plain(options: PaddedOptions) -> dict[str, Any]:
     """Return the options as values that YAML holds, and that `PaddedOptions(**...)` reads back."""
-    values = {option.name: getattr(options, option.name) for option in dataclasses.fields(options)}
-    return {name: dict(v) if isinstance(v, Mapping) else v for name, v in values.items()}
+    return dataclasses.asdict(options)
 
 
 def show(default: Any) -> str:
@@ -229,15 +228,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, bare: tuple[str, ...] = ()
 
 def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
     """Return the options that `add_arguments`' flags were set to; errors name the flag."""
-    names = [option.name for option in dataclasses.fields(PaddedOptions)]
     with padded_flags():
-        return PaddedOptions(**{name: getattr(arguments, f"padded_{name}") for name in names})
+        return PaddedOptions(**{name: getattr(arguments, f"padded_{name}") for name in _NAMES})
 
 
 def padded_flags() -> AbstractContextManager[None]:
     """Let errors name the flag of an option in place of the option."""
-    names = [option.name for option in dataclasses.fields(PaddedOptions)]
-    return errors_name_flags(argparse.Namespace(), **{n: flag(f"padded_{n}") for n in names})
+    flags = {name: flag(f"padded_{name}") for name in _NAMES}
+    return errors_name_flags(argparse.Namespace(), **flags)
 
 
 def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -256,3 +254,4 @@ def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 _DEFAULTS = PaddedOptions()
+_NAMES = tuple(to_plain(_DEFAULTS))
