@@ -169,9 +169,12 @@ class DispatchConfig:
     def _slots(self, num_tokens: int, factor: float) -> int:
         require_tokens(num_tokens)
         wanted = (num_tokens * self.top_k / self.num_experts) * factor
-        slots = max(1, math.ceil(min(num_tokens, wanted)))
+        return self.aligned(max(1, math.ceil(min(num_tokens, wanted))))
+
+    def aligned(self, num_slots: int) -> int:
+        """Return the least C of at least `num_slots` with `S * C % alignment == 0`."""
         step = self.alignment // math.gcd(self.alignment, self.num_sources)
-        return -(-slots // step) * step
+        return -(-num_slots // step) * step
 
     def share(self, num_tokens: int) -> int:
         """Return the rows of one rank's experts in a pass in perfect balance."""

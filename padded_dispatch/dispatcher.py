@@ -124,15 +124,8 @@ class PaddedDispatcher:
 
         Tokens may be of any floating point dtype on any device.
         """
-        config = self.config
         selection, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE)
-        given, sent = padded.dispatch(
-            tokens_TD,
-            prob_TK,
-            wire,
-            capacity=None if config.fits else selection.capacity,
-            alignment=config.alignment,
-        )
+        given, sent = padded.dispatch(tokens_TD, prob_TK, wire, self.config)
         return Dispatched(expert_input=given, selection=selection, sent=sent)
 
     def combine(self, out_ND: Tensor, dispatched: Dispatched) -> Tensor:

@@ -11,13 +11,13 @@ On GPUs the steps between the wire's are two autograd functions over kernels; on
 N = L * S * C.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange.choose import Wire
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts.plain import add, rows_of_choices, take
@@ -61,12 +61,7 @@ class Sent:
 
 @nvtx_range("dispatch")
 def dispatch(
-    tokens_TD: Tensor,
-    prob_TK: Tensor,
-    wire: Wire,
-    *,
-    capacity: int | None,
-    alignment: int = 1,
+    tokens_TD: Tensor, prob_TK: Tensor, wire: Wire, config: DispatchConfig
 ) -> tuple[ExpertInput, Sent]:
     """Send tokens to their experts, in padded cells.
 
@@ -74,16 +69,16 @@ def dispatch(
         tokens_TD: floating point.
         prob_TK: at least fp32, the probability of every choice of the plan.
         wire: the exchange of the pass, over collectives.
-        capacity: C, at least the most rows of a cell; a row beyond has no room and counts as zero.
-            None reads on the host what this rank needs, at least 1; other ranks may need more.
-        alignment: S * C is a multiple of it where the host reads C.
+        config: of the pass. A row beyond its capacity has no room and counts as zero. If it fits,
+            the host reads what this rank needs, at least 1; other ranks may need more.
     """
     arrived = wire.open(tokens_TD, prob_TK)
     count_SL = arrived.count_SL
     num_sources, num_experts = count_SL.shape
-    if capacity is None:
-        step = alignment // math.gcd(alignment, num_sources)
-        capacity = -(-max(1, int(count_SL.max())) // step) * step
+    if config.fits:
+        capacity = config.aligned(max(1, int(count_SL.max())))
+    else:
+        capacity = config.capacity(len(tokens_TD))
     begin = capacity * torch.arange(count_SL.numel() + 1, device=count_SL.device)
     cells = Segments(
         offsets=begin.to(torch.int32),

@@ -369,13 +369,7 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         if self.config.overlap_moe_expert_parallel_comm:  # Another stream reads the plan.
             for name in _PLAN_TENSORS:
                 getattr(self, name).record_stream(torch.cuda.current_stream())
-        given, self._sent = padded.dispatch(
-            tokens_TD,
-            probs,
-            wire,
-            capacity=None if config.fits else config.capacity(len(tokens_TD)),
-            alignment=config.alignment,
-        )
+        given, self._sent = padded.dispatch(tokens_TD, probs, wire, config)
         counters = self._counters_now()
         if counters is not None:
             counters.idle_passes += given.count_SL.sum() == 0
