@@ -242,10 +242,9 @@ class Reader:
         self._shares_per_token = np.array([shares, own_shares], dtype=np.int64)
         # No other rank routes this rank's tokens, or it is the first. A store has room for the rows
         # of all sources, whatever tokens they share.
-        shared = parallel_state.get_tensor_model_parallel_world_size() > 1
         first = parallel_state.get_tensor_model_parallel_rank() == 0
-        own_tokens = config.sequence_parallel or not shared or first
-        self._counts_here = own_tokens or self.settings.shares_per_token > 0
+        in_store = self.settings.shares_per_token > 0
+        self._counts_here = config.sequence_parallel or first or in_store
         self._read_step = step
         num_totals, num_ranks = self.settings.num_totals, self.settings.config.num_ranks
         # Training and evaluation, Y, W.
