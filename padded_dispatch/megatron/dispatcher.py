@@ -82,9 +82,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     store: Store | None = None
     see_pass: Callable[[Tensor], None] | None = None
     kept_inputs: tuple[str, ...] = ("moe_dispatch", "mlp")
-    expert_SBK: Tensor | None
-    place_SBK: Tensor | None
-    kept_E: Tensor | None
+    expert_SBK: Tensor | None = None
+    place_SBK: Tensor | None = None
+    kept_E: Tensor | None = None
 
     def __init__(
         self,
@@ -122,7 +122,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.observers: list[RoutingObserver] = [self.counters]
         self.eval_observers: list[RoutingObserver] = [self.eval_counters]
         self.shared_overlap: SharedExpertOverlap | None = None
-        self.expert_SBK = self.place_SBK = self.kept_E = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
         self._num_slots: dict[tuple[bool, DispatchConfig], dict[int, int]] = {}  # by T
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
