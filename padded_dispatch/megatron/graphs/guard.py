@@ -257,16 +257,14 @@ def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
         captured = runner.base_module  # Some have no config, a sampler for example.
         if not is_ours(getattr(captured, "config", None)):
             return create(runner, *args, **kwargs)
-        counted = Copies(counting_tensors(captured))
+        logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
         with ExitStack() as undo, Patches() as patches:
-            undo.callback(counted.restore)
+            undo.callback(Copies(counting_tensors(captured)).restore)
+            undo.callback(put_logged_back, logged)
             if FREES_GRAPH_INPUTS:
                 # All that a forward's capture gives back to this pool are buffers of inputs.
                 patches.set(_CudagraphGlobalRecord.tensor_reuse_pool, "insert", lambda buffer: None)
-            logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
-            made = create(runner, *args, **kwargs)
-            put_logged_back(logged)
-            return made
+            return create(runner, *args, **kwargs)
 
     return clean_create
 
