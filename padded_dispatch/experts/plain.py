@@ -133,16 +133,17 @@ def _experts(
     dtype, no_bias, scaled = rows_ND.dtype, [None] * len(kept_L), weights.scaled
     fc1_LGD = _Weight.apply(weights.fc1_LGD, weights.fc1_sums)
     fc2_LDF = _Weight.apply(weights.fc2_LDF, weights.fc2_sums)
-    forms = (None,) * 4
+    fc1_forms = fc2_forms = ()
     if scaled is not None:
-        forms = scaled.fc1_LGD, scaled.fc1_LDG, scaled.fc2_LDF, scaled.fc2_LFD
+        fc1_forms = scaled.fc1_LGD, scaled.fc1_LDG
+        fc2_forms = scaled.fc2_LDF, scaled.fc2_LFD
     fc1_bias_LG, fc2_bias_LD = weights.fc1_bias_LG, weights.fc2_bias_LD
     of_experts = zip(
         rows_ND.split(kept_L),
         prob_N.split(kept_L),
-        _products(fc1_LGD, *forms[:2]),
+        _products(fc1_LGD, *fc1_forms),
         no_bias if fc1_bias_LG is None else fc1_bias_LG.unbind(),
-        _products(fc2_LDF, *forms[2:]),
+        _products(fc2_LDF, *fc2_forms),
         no_bias if fc2_bias_LD is None else fc2_bias_LD.unbind(),
         strict=True,
     )
@@ -155,17 +156,15 @@ def _experts(
     return torch.cat(out)
 
 
-def _products(
-    weight_LOI: Tensor, form: Scaled | None, back: Scaled | None
-) -> list[Callable[[Tensor], Tensor]]:
-    """Return, for each expert, what multiplies rows by its weight; results are wide."""
-    if form is None or back is None:
+def _products(weight_LOI: Tensor, *forms: Scaled) -> list[Callable[[Tensor], Tensor]]:
+    """Return, for each expert, what multiplies rows by its weight; results are wide.
+
+    `forms`: the weight in e4m3, for forward and for backward; none computes without.
+    """
+    if not forms:
         return [lambda rows, weight=weight: rows.to(weight) @ weight.T for weight in weight_LOI]
-    forms = zip(*(widen(one, weight_LOI.dtype) for one in (form, back)), strict=True)
-    return [
-        lambda rows, given=given: _Product.apply(rows, *given)
-        for given in ((weight, *both) for weight, both in zip(weight_LOI, forms, strict=True))
-    ]
+    of_experts = zip(weight_LOI, *(widen(form, weight_LOI.dtype) for form in forms), strict=True)
+    return [lambda rows, given=given: _Product.apply(rows, *given) for given in of_experts]
 
 
 class _Product(torch.autograd.Function):
