@@ -138,7 +138,8 @@ def require_weights_stay(experts: nn.Module, config: Any) -> None:
         config.cuda_graph_impl,
         "capture no experts of layers with Megatron-FSDP, whose hooks a replay does not run: it "
         "would read weights where they lay at the capture",
-        "capture attn, moe_router and moe_preprocess only, or train with Megatron's DDP",
+        "capture attn, moe_router and moe_preprocess only, or whole steps by full_iteration, or "
+        "train with Megatron's DDP",
     )
 
 
