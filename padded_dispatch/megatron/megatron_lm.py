@@ -223,6 +223,8 @@ class _Loop:
         given["forward_backward_func"] = run.before_step(given["forward_backward_func"])
         result = call()
         run.after_step(steps_done + 1)
+        if any(result[3:4]):  # Megatron's rerun state machine ends the run behind this step.
+            self._end()
         return result
 
     def training_log(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:

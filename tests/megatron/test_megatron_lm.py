@@ -50,11 +50,11 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
 
     `lines`: step and means of each line that was printed. `calls`: the forward-backward function of
     each step. `before`: if set, called with the number of each step before it. `read`: readings
-    before each step's checkpoint.
+    before each step's checkpoint. `exits`: whether the rerun state machine ends the next step.
     """
     module: Any = ModuleType(MODULE)
     module.lines, module.calls, module.read = [], [], []
-    module.tensorboard, module.wandb, module.before = Writer(), Writer(), None
+    module.tensorboard, module.wandb, module.before, module.exits = Writer(), Writer(), None, False
     module.get_tensorboard_writer = lambda: module.tensorboard
     module.get_wandb_writer = lambda: module.wandb
     args = SimpleNamespace(
@@ -93,7 +93,7 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
             micro_batch_size=args.micro_batch_size,
             forward_only=False,
         )
-        return {}, 0
+        return {}, int(module.exits), module.exits, module.exits, 16 * module.exits, None, None, 0
 
     def training_log(
         loss_dict, total_loss_dict, iteration, skipped_iter, more=None, is_first_iteration=False
@@ -114,7 +114,7 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
             if module.before is not None:
                 module.before(iteration)
             args.curr_iteration = iteration
-            results, skipped = module.train_step(
+            results, skipped, _, should_exit, *_ = module.train_step(
                 forward_step_func,
                 data_iterator,
                 model,
@@ -124,6 +124,8 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
                 forward_backward_func,
                 iteration=iteration,
             )
+            if should_exit:
+                break
             module.training_log(
                 results,
                 total_loss_dict,
@@ -308,6 +310,16 @@ def test_steps_behind_the_last_line_are_read_where_the_loop_ends_early(loop):
     loop.get_args().exit_interval, loop.read = None, []
     train(loop)
     assert loop.read == [3, 3, 3, 4, 4, 5]  # That of the last step comes before its checkpoint.
+
+
+def test_steps_before_an_exit_of_the_rerun_state_machine_are_read(loop):
+    """It ends the loop between a step and its line."""
+    loop.get_args().log_interval = 4
+    loop.before = lambda step: setattr(loop, "exits", step == 2)
+    train(loop)
+    assert [step for step, _ in loop.lines] == [1]
+    assert [step for step, _ in loop.tensorboard.scalars["moe/dropped"]] == [1, 3]
+    assert loop.tensorboard.flushed == 1
 
 
 def test_evaluation_does_not_mix_with_training(loop):
