@@ -84,9 +84,11 @@ class _Run:
             return forward_backward_func
         from padded_dispatch.megatron.retry import Retry
 
-        if self._retry is None or self._retry.forward_backward_func is not forward_backward_func:
-            self._retry = Retry(forward_backward_func, self.chunks)
-            self._num_retried = 0
+        before = self._retry
+        if before is None or before.forward_backward_func is not forward_backward_func:
+            self._retry = retry = Retry(forward_backward_func, self.chunks)
+            if before is not None:
+                retry.num_steps, retry.num_retried = before.num_steps, before.num_retried
         return self._retry
 
     def after_step(self, step: int) -> None:

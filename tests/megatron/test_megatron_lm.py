@@ -1,6 +1,7 @@
 """Megatron-LM's loop is followed: retries, figures of a line, traces; for our models only."""
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -191,6 +192,18 @@ def test_steps_are_repeated_and_retries_shown(loop):
     assert (number, line["moe/retried_steps"]) == (8, 2.0)
     assert line["moe/dropped"] > 0
     assert [getattr(loop, name) for name in NAMES] == stock
+
+
+def test_retries_go_on_where_the_forward_backward_function_changes(loop):
+    install(PaddedOptions(on_overflow="retry"))
+    training = Training(CASE, on_overflow="retry")
+    step(loop, training, 0)
+    training.schedule = functools.partial(training.schedule)
+    step(loop, training, 1)
+    first, second = loop.calls
+    assert second.forward_backward_func is training.schedule is not first.forward_backward_func
+    assert (second.num_retried, second.num_steps) == (2, 2)
+    assert loop.tensorboard.scalars["moe/retried_steps"] == [(1, 1.0), (2, 2.0)]
 
 
 def test_weights_of_an_optimizer_that_are_in_another_order_are_refused(loop, monkeypatch):
