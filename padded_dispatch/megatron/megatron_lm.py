@@ -40,6 +40,7 @@ from padded_dispatch.megatron.telemetry import (
 )
 from padded_dispatch.recorder import RoutingBuffer, TraceRecorder, steps_apart
 from padded_dispatch.trace import TracedRun, steps_before
+from padded_dispatch.utils.flags import flag
 from padded_dispatch.utils.patches import PATCHED
 from padded_dispatch.utils.results import require_folder
 
@@ -63,10 +64,13 @@ class _Run:
         self._training = training
         self._args = args = training.get_args()
         config: Any = get_model_config(chunks[0])
-        interval = getattr(args, "save_tokens_per_expert_interval", None)
-        rule = "be left out: it reads the rows of grouped linears, which are padded or none"
-        fix = "set --padded-trace FOLDER, which records what routers choose"
-        require(interval is None, "--save-tokens-per-expert-interval", interval, rule, fix)
+        fixes = {"tokens_per_expert": "set --padded-trace FOLDER to record what routers choose"}
+        if any(layer.token_dispatcher.packed for layer in padded_moe_layers(chunks).values()):
+            fixes |= dict.fromkeys(("activations", "dgrads"), "set --padded-experts module")
+        for name, fix in fixes.items():
+            interval = getattr(args, field := f"save_{name}_interval", None)
+            rule = "be left out: it reads the rows of experts' linears, which are padded or none"
+            require(interval is None, flag(field), interval, rule, fix)
         self._options = padded_options(config)
         self._step = step
         self._telemetry = Telemetry(chunks, every=args.log_interval, step=step)

@@ -447,11 +447,27 @@ def test_a_trace_that_cannot_be_written_ends_the_run_before_its_first_step(loop)
         train(loop, trace="/proc/none")
 
 
-def test_files_of_tokens_per_expert_are_refused_before_the_first_step(loop):
-    loop.get_args().save_tokens_per_expert_interval = 10
-    with pytest.raises(ValueError, match=r"-interval must be left out: .*, got 10; set --padded-t"):
-        train(loop, experts="packed")
-    assert not loop.calls
+@pytest.mark.parametrize(
+    ("name", "fix", "experts"),
+    [
+        ("tokens-per-expert", "--padded-trace FOLDER", ("packed", "module")),
+        ("activations", "--padded-experts module", ("packed",)),
+        ("dgrads", "--padded-experts module", ("packed",)),
+        ("wgrads", "", ()),
+    ],
+)
+def test_files_that_lack_what_experts_compute_are_refused_before_the_first_step(
+    loop, name, fix, experts
+):
+    """Packed experts have no modules whose rows Megatron could read, but weights with gradients."""
+    setattr(loop.get_args(), f"save_{name.replace('-', '_')}_interval", 10)
+    for kind in experts:
+        refused = rf"^--save-{name}-interval must be left out: .*, got 10; set {fix}"
+        with pytest.raises(ValueError, match=refused):
+            train(loop, experts=kind)
+        assert not loop.calls
+    for kind in {"packed", "module"} - {*experts}:
+        train(loop, experts=kind)
 
 
 def test_what_cannot_be_traced(tmp_path):
