@@ -161,7 +161,7 @@ class PaddedOptions:
         )
         table = self.layer_factors
         valid = isinstance(table, Mapping) and all(
-            isinstance(number, int) and number >= 1 and is_positive(factor)
+            type(number) is int and number >= 1 and is_positive(factor)
             for number, factor in table.items()
         )
         require(

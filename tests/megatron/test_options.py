@@ -58,6 +58,7 @@ SHARE = "be a share from 0 to below 1"
         ("overflow_threshold", None, SHARE),
         ("layer_factors", [(3, 1.5)], TABLE),
         ("layer_factors", {0: 1.5}, TABLE),
+        ("layer_factors", {True: 1.5}, TABLE),
         ("layer_factors", "3:1.5", TABLE),
         ("layer_factors", {1: 0.0}, TABLE),
         ("layer_factors", {"1": 1.5}, TABLE),
