@@ -146,7 +146,8 @@ def merge(parts: Mapping[Any, Trace]) -> Trace:
     for name, part in parts.items():
         for field, expected in vars(first.run).items():
             value, rule = getattr(part.run, field), f"be {expected}, as in {first_name}"
-            require(value == expected, f"{name}: {field}", value, rule)
+            fix = "give files of one configuration"
+            require(value == expected, f"{name}: {field}", value, rule, fix)
     seen: dict[tuple[int, ...], object] = {}
     for name, part in parts.items():
         keys = np.unique(np.stack([part.steps, part.layers, part.ranks]), axis=1)
