@@ -219,18 +219,12 @@ def steps_before(file: Path) -> int | None:
 def _last_steps(files: Sequence[Path]) -> dict[Path, int]:
     """Return the last valid step of every file whose run was resumed later.
 
-    The later files of any rank count: a rank killed before its first step has none.
+    The later files of any rank count: a rank killed before its first step has none, and neither has
+    the disk of a host that left the run.
     """
-    files_of: dict[Path, dict[int, list[Path]]] = {}
-    for file in files:
-        step = steps_before(file)
-        if step is not None:
-            files_of.setdefault(file.parent, {}).setdefault(step, []).append(file)
-    last_steps = {}
-    for files_from in files_of.values():
-        for step, following in pairwise(sorted(files_from)):
-            last_steps |= dict.fromkeys(files_from[step], following)
-    return last_steps
+    begun = {file: step for file in files if (step := steps_before(file)) is not None}
+    following = dict(pairwise(sorted({*begun.values()})))
+    return {file: following[step] for file, step in begun.items() if step in following}
 
 
 def _last_common_step(trace: Trace) -> int:

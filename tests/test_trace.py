@@ -137,9 +137,13 @@ def test_files_and_folders_are_merged(tmp_path):
         load_traces(paths)
 
 
+@pytest.mark.parametrize("folders", [("both", "both"), ("host 0", "host 1")])
 @pytest.mark.parametrize("ranks_again", [(0, 1), (0,)])
-def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path, ranks_again):
+def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path, ranks_again, folders):
     """The run was killed after step 29 and resumed from step 20; rank 1 may have no new file."""
+    paths = [tmp_path / name for name in folders]
+    for path in paths:
+        path.mkdir(exist_ok=True)
 
     def run(rank, steps, seed):
         num = len(steps)
@@ -148,11 +152,12 @@ def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path, ranks_again):
     before = [run(rank, range(1, 30), rank) for rank in (0, 1)]
     after = [run(rank, range(21, 41), 2 + rank) for rank in ranks_again]
     for rank, trace in enumerate(before):
-        save(trace, tmp_path / f"rank-{rank:05d}-step-00000000.npy")
+        save(trace, paths[rank] / f"rank-{rank:05d}-step-00000000.npy")
     for rank, trace in zip(ranks_again, after, strict=True):
-        save(trace, tmp_path / f"rank-{rank:05d}-step-00000020.npy")
+        save(trace, paths[rank] / f"rank-{rank:05d}-step-00000020.npy")
     kept = [trace.where(trace.steps <= 20) for trace in before]
-    assert equal(load_traces([tmp_path]), merge(dict(enumerate([*kept, *after]))))
+    found = load_traces(sorted({*paths}))
+    assert equal(found, merge(dict(enumerate([*kept, *after]))))
 
 
 def test_ranks_of_a_killed_run_end_together(tmp_path):
