@@ -183,7 +183,7 @@ def load_traces(paths: Sequence[Path]) -> Trace:
 
     Args:
         paths: files, and folders whose `*.npy` files are taken. Steps that a resumed run did again
-            are taken once; steps at the end that some layer or rank lacks are left out.
+            are taken once; last steps that a layer or rank of the last run lacks are left out.
 
     Raises:
         ValueError: names the file, what is wrong in it, and what to do; or there is no trace.
@@ -206,7 +206,8 @@ def load_traces(paths: Sequence[Path]) -> Trace:
             "none; give the folder of `train --trace`"
         )
     merged = merge(traces)
-    last, steps = _last_common_step(merged), np.unique(merged.steps)
+    newest = merged.steps >= max(trace.steps.min() for trace in traces.values())
+    last, steps = _last_common_step(merged, newest), np.unique(merged.steps)
     return merged.where(merged.steps <= last) if last in steps[-3:-1] else merged
 
 
@@ -227,11 +228,15 @@ def _last_steps(files: Sequence[Path]) -> dict[Path, int]:
     return {file: following[step] for file, step in begun.items() if step in following}
 
 
-def _last_common_step(trace: Trace) -> int:
-    """Return the earliest of the last steps of every (layer, rank)."""
-    _, series = np.unique(np.stack([trace.layers, trace.ranks]), axis=1, return_inverse=True)
+def _last_common_step(trace: Trace, newest: NDArray[np.bool_]) -> int:
+    """Return the earliest of the last steps of every (layer, rank) of the newest run.
+
+    A rank that a resumed run does without has none.
+    """
+    keys = np.stack([trace.layers, trace.ranks])[:, newest]
+    _, series = np.unique(keys, axis=1, return_inverse=True)
     last = np.zeros(series.max() + 1, np.int64)
-    np.maximum.at(last, series.reshape(-1), trace.steps)
+    np.maximum.at(last, series.reshape(-1), trace.steps[newest])
     return int(last.min())
 
 

@@ -138,9 +138,10 @@ def test_files_and_folders_are_merged(tmp_path):
 
 
 @pytest.mark.parametrize("folders", [("both", "both"), ("host 0", "host 1")])
+@pytest.mark.parametrize("last", [21, 22, 40])
 @pytest.mark.parametrize("ranks_again", [(0, 1), (0,)])
-def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path, ranks_again, folders):
-    """The run was killed after step 29 and resumed from step 20; rank 1 may have no new file."""
+def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path, ranks_again, folders, last):
+    """The run was killed after step 29 and resumed from step 20; rank 1 may have left it."""
     paths = [tmp_path / name for name in folders]
     for path in paths:
         path.mkdir(exist_ok=True)
@@ -150,7 +151,7 @@ def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path, ranks_again, 
         return small_trace(steps=[*steps], layers=[1] * num, ranks=[rank] * num, seed=seed)
 
     before = [run(rank, range(1, 30), rank) for rank in (0, 1)]
-    after = [run(rank, range(21, 41), 2 + rank) for rank in ranks_again]
+    after = [run(rank, range(21, last + 1), 2 + rank) for rank in ranks_again]
     for rank, trace in enumerate(before):
         save(trace, paths[rank] / f"rank-{rank:05d}-step-00000000.npy")
     for rank, trace in zip(ranks_again, after, strict=True):
@@ -161,7 +162,8 @@ def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path, ranks_again, 
 
 
 def test_ranks_of_a_killed_run_end_together(tmp_path):
-    """But a rank that stopped long before is missing, and shortens nothing."""
+    """But a rank that stopped long before is missing, and shortens nothing, as one that left."""
+    save(small_trace(steps=[0], layers=[1], ranks=[2]), tmp_path / "2.npy")
     for num, expected in ((3, [1, 2]), (8, [*range(1, 9)])):
         steps = list(range(1, num + 1))
         save(small_trace(steps=steps, layers=[1] * num, ranks=[0] * num), tmp_path / "0.npy")
