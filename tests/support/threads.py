@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.multi_threaded_pg import AllGather, AllReduce, ret_work
+from torch.utils._pytree import tree_leaves
 
 from padded_dispatch.exchange import agreement, direct, symmetric_memory
 
@@ -95,8 +96,9 @@ class ThreadGroup(dist.ProcessGroup):
         return "threads"
 
     def start(self, name: str, copy: Callable[..., None], *data: Any) -> Any:
-        """Start a collective; all do it here."""
-        self.turns.meet(self, name, data, copy)
+        """Start a collective; all do it here, with tensors of the same dtypes and shapes."""
+        shapes = [(str(tensor.dtype), *tensor.shape) for tensor in tree_leaves(data)]
+        self.turns.meet(self, f"{name} of {shapes}", data, copy)
         return _DONE
 
     def allgather(self, gathered: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> Any:
