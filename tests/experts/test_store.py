@@ -91,16 +91,6 @@ def test_configs_are_asked_for_once_a_pass():
     assert [room.limit for room in rooms] == [90, 90, 90]
 
 
-def test_the_next_micro_batch_uses_another_stack_until_backward():
-    store = make_store(1, 1)
-    early = [take(store, 0), take(store, 1)]
-    late = [take(store, 0), take(store, 1)]
-    assert late[0].stack is late[1].stack is not early[0].stack
-    for room in reversed(early):
-        room.close()
-    assert take(store, 0).stack is early[0].stack
-
-
 def test_forward_passes_beside_backward_passes_of_another_micro_batch():
     """As in 1F1B: what is left of the early pass is never taken for the late one's."""
     store = make_store(1, 1, 1)
@@ -129,13 +119,6 @@ def test_backward_in_another_order_leaves_the_rows_of_calls_behind():
     assert second.gives_back()
 
 
-def test_a_pass_that_broke_off_gives_its_stack_back():
-    store = make_store(1, 1)
-    broken = take(store, 0).stack  # Its mark dies at once.
-    room = take(store, 0)
-    assert room.stack is broken and room.first
-
-
 def test_no_call_follows_one_that_broke_off():
     """Its rows would lie behind rows of the dead, farther than those of the calls before it."""
     store = make_store(1, 1, 1)
@@ -151,12 +134,6 @@ def test_a_layer_that_runs_repeatedly():
     assert first.stack is again.stack is more.stack
     numbers = [room.entry.number for room in (first, again, more) if room.entry is not None]
     assert numbers == [0, 1, 2]
-
-
-def test_first_layers_that_keep_nothing():
-    store = make_store(1, 1)
-    room = take(store, 1)
-    assert room.first and room.limit == 80
 
 
 def test_more_tokens_than_before():
