@@ -11,19 +11,14 @@ from padded_dispatch.experts import padded
 from padded_dispatch.routing.plan import make_plan
 from tests.support.whole_layers import check, make_case
 
-INTERPRETED = pytest.mark.skipif(
+
+@pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels would not be interpreted; see tests/gpu"
 )
-
-
-@pytest.mark.parametrize(
-    "kernels", [False, pytest.param(True, marks=INTERPRETED)], ids=["torch", "kernels"]
-)
 @pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (2, 1), (1, 2)])
-def test_cells_are_the_oracle(monkeypatch, num_ranks, etp_size, kernels):
-    """Kernels run in Triton's interpreter. `tests/test_dispatcher.py` has all settings."""
-    if kernels:
-        monkeypatch.setattr(padded, "_has_kernels", lambda values: True)
+def test_cells_of_kernels_are_the_oracle(monkeypatch, num_ranks, etp_size):
+    """Without kernels they are in `tests/test_dispatcher.py`, in all settings."""
+    monkeypatch.setattr(padded, "_has_kernels", lambda values: True)
     sizes: Any = dict(num_experts=2 * num_ranks, top_k=min(3, 2 * num_ranks))
     config = DispatchConfig(**sizes, capacity_factor=0.75, num_ranks=num_ranks, etp_size=etp_size)
     check(make_case(config, ["thin", "hot"], num_tokens=5, hidden=17), "padded")
