@@ -27,6 +27,7 @@ from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import Buffers, Room, Store, TakeRoom, fitting, scratch
 from padded_dispatch.kernels import gemm
 from padded_dispatch.routing.plan import choice_probs, make_plan
+from tests.support.direct_parity import differences
 from tests.support.threads import poisoned_memory, run_on_threads, threads_as_ranks
 from tests.support.whole_layers import OneRank, make_case, stacks_are_empty
 
@@ -217,9 +218,7 @@ def test_bits_do_not_depend_on_the_factor(exchange: str, kind: dict[str, Any]):
             on_ranks(dataclasses.replace(case, factor=factor), packed.run, torch.float32, 2)
             for factor in (0.01, 2.0)
         )
-    for got, expected in zip(few, many, strict=True):
-        for name, value in expected.items():
-            assert torch.equal(got[name], value), name
+    assert not any(map(differences, few, many))
 
 
 def test_direct_stores_equal_collectives_in_bits_where_a_rank_has_one_choice():
@@ -227,9 +226,7 @@ def test_direct_stores_equal_collectives_in_bits_where_a_rank_has_one_choice():
     case = Case(ranks=2, routings=("full", "full"), factor=1.5, local_experts=1, tokens=3)
     ours = on_ranks(dataclasses.replace(case, exchange="direct"), packed.run, torch.float32, 2)
     theirs = on_ranks(case, packed.run, torch.float32, 2)
-    for got, expected in zip(ours, theirs, strict=True):
-        for name, value in expected.items():
-            assert torch.equal(got[name], value), name
+    assert not any(map(differences, ours, theirs))
 
 
 def _trained_in_flight(case: Case, in_flight: int) -> dict[str, Tensor]:
@@ -251,9 +248,7 @@ def test_microbatches_in_flight_whose_rows_are_computed_again(exchange: str):
     case = Case(ranks=2, routings=("full", "hot", "full"), exchange=exchange, factor=0.3)
     with poisoned_memory(), threads_as_ranks():
         one, two = (run_on_threads(2, _trained_in_flight, case, count) for count in (1, 2))
-    for got, expected in zip(two, one, strict=True):
-        for name, value in expected.items():
-            assert torch.equal(got[name], value), name
+    assert not any(map(differences, two, one))
 
 
 def _trained_beside_a_broken_pass(case: Case, breaks: bool) -> dict[str, Tensor]:
@@ -272,8 +267,7 @@ def test_a_pass_that_broke_off_may_have_overwritten_rows():
     case = Case(routings=("full", "hot", "full"), factor=0.7)
     with poisoned_memory():
         found, expected = (_trained_beside_a_broken_pass(case, breaks) for breaks in (True, False))
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    assert differences(found, expected) == []
 
 
 def test_transients_hold_what_can_arrive(monkeypatch):
@@ -338,8 +332,7 @@ def test_recompute_frees_what_the_first_pass_kept(monkeypatch):
         assert len(made) == recompute
         made.clear()
         found.append({"out": out_TD.detach()} | model.gradients())
-    for name, value in found[0].items():
-        assert torch.equal(found[1][name], value), name
+    assert differences(*found) == []
 
 
 def test_sizes_that_products_need(monkeypatch):
@@ -380,8 +373,7 @@ def test_backward_passes_in_the_order_of_forward_passes(experts: Any):
         assert [stack.last for stack in model.store._stacks] == [-1]  # The next pass begins at 0.
         model.tokens_TD = first_TD
         found.append(model.gradients())
-    for name, value in found[0].items():
-        assert torch.equal(found[1][name], value), name
+    assert differences(*found) == []
 
 
 @pytest.mark.parametrize("experts", [plain, packed], ids=["plain", "packed"])

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import re
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from padded_dispatch.megatron.experts import (
     chosen_experts,
     require_gradients_arrive,
 )
+from tests.megatron.test_stacked_linear import biases_of
 from tests.support import parity, tiny
 from tests.support.pool import WorkerPool
 
@@ -95,11 +95,10 @@ def test_output_and_gradients_are_those_of_the_module_it_replaces(factor, shape,
     settings = {"moe_expert_capacity_factor": factor, **ACTIVATIONS[name]}
     module, packed = (layer(options, **settings).double() for options in (MODULE, CELLS))
     if module.config.add_bias_linear:  # Which begins as zeros.
-        with torch.no_grad():
-            for expert in module.experts.local_experts:
-                expert.linear_fc1.bias.normal_(), expert.linear_fc2.bias.normal_()
-        state = sequential_to_packed(module.state_dict())
-        packed.load_state_dict(state, strict=True)
+        for name in SHAPES:
+            given = (biases_of(one.experts, f"linear_{name}") for one in (module, packed))
+            for bias, same in zip(*given, strict=True):
+                same.copy_(bias.normal_())
     assert type(packed.experts) is StackedExperts
     ours, expected = results(packed, tokens), results(module, tokens)
     for name, value in expected.items():
@@ -217,16 +216,6 @@ def test_graphs_decide_who_adds_gradients(
     config = SimpleNamespace(gradient_accumulation_fusion=fusion, cuda_graph_impl=impl)
     found = megatron_experts.adds_gradients(config)
     assert found is (version_19 if expected == "from 0.19 on" else expected)
-
-
-def sequential_to_packed(state: dict[str, Any]) -> dict[str, Any]:
-    """From SequentialMLP's keys to TEGroupedMLP's."""
-    pattern = re.compile(r"experts\.local_experts\.(\d+)\.linear_(fc\d)\.(weight|bias)")
-    return {
-        pattern.sub(r"experts.linear_\2.\3\1", key): value
-        for key, value in state.items()
-        if not re.search(r"local_experts.*_extra_state", key)
-    }
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from padded_dispatch import recorder as recorders
 from padded_dispatch.megatron import PaddedOptions, Retry, install, megatron_lm, uninstall
@@ -21,7 +21,7 @@ from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from tests.megatron.test_telemetry import HostCount, T, model
 from tests.support import tiny
-from tests.support.gpt import megatron_adam
+from tests.support.gpt import megatron_adam, types_of_gpus
 from tests.support.training import RETRIED, Training, draws, forward, world
 
 MODULE = "megatron.training.training"
@@ -206,17 +206,13 @@ def test_retries_go_on_where_the_forward_backward_function_changes(loop):
     assert loop.tensorboard.scalars["moe/retried_steps"] == [(1, 1.0), (2, 2.0)]
 
 
-def test_weights_of_an_optimizer_that_are_in_another_order_are_refused(loop, monkeypatch):
+def test_weights_of_an_optimizer_that_are_in_another_order_are_refused(loop):
     """As after a checkpoint in the format `dp_reshardable` that other experts wrote."""
 
-    def type_of(tensor: Tensor, *dtype: Any) -> Any:  # Of GPUs, as the optimizer wants them.
-        names = {torch.bfloat16: "torch.cuda.BFloat16Tensor"}
-        return tensor.to(*dtype) if dtype else names.get(tensor.dtype, "torch.cuda.FloatTensor")
-
-    monkeypatch.setattr(Tensor, "type", type_of)
     ddp = {"use_distributed_optimizer": True}
     training = Training(dataclasses.replace(CASE, dtype=torch.bfloat16, ddp=ddp), experts="packed")
-    optimizer = megatron_adam(training.chunks, training.chunks[0].ddp_config)
+    with types_of_gpus():
+        optimizer = megatron_adam(training.chunks, training.chunks[0].ddp_config)
     require_own_weights(training.chunks, optimizer)
     require_own_weights(training.chunks, None)
     main = training.moe[0][1].experts.linear_fc2.weight.main_param

@@ -125,7 +125,8 @@ def types_of_gpus() -> AbstractContextManager[Any]:
     def of(tensor: Tensor, *dtype: torch.dtype) -> Any:
         if dtype:
             return tensor.to(*dtype)
-        return {torch.float16: "torch.cuda.HalfTensor"}.get(tensor.dtype, "torch.cuda.FloatTensor")
+        names = {torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}
+        return f"torch.cuda.{names.get(tensor.dtype, 'FloatTensor')}"
 
     return patch.object(Tensor, "type", of)
 

@@ -83,16 +83,6 @@ def test_a_layer_learns_whether_it_generates_text(megatron):
     assert not configs.generates
 
 
-class Pool:
-    """A stand-in for Megatron's pool: a list of free buffers."""
-
-    def __init__(self) -> None:
-        self.free: list[Any] = []
-
-    def insert(self, buffer: Any) -> None:
-        self.free.append(buffer)
-
-
 def capture(runner: Any) -> None:
     """Stand in for `create_fwd_graph`: a pass over zeros, then a buffer goes to the pool."""
     hidden = torch.zeros(LENGTH, 1, tiny.HIDDEN)
@@ -174,7 +164,8 @@ def test_the_graph_of_a_step_ends_before_python_does(megatron, monkeypatch):
 def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
     megatron, monkeypatch, dispatcher
 ):
-    pool = Pool()
+    free: list[Any] = []
+    pool = SimpleNamespace(insert=free.append)
     monkeypatch.setattr(_CudaGraphRunner, "create_fwd_graph", capture)
     monkeypatch.setattr(_CudagraphGlobalRecord, "tensor_reuse_pool", pool, raising=False)
     install()
@@ -197,9 +188,9 @@ def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
     if ours:
         assert demand_E.sum() == LENGTH * tiny.TOP_K
         assert torch.equal(layer.mlp.token_dispatcher.counters.demand_E, demand_E)
-    assert len(pool.free) == int(not (ours and IS_OLD))
+    assert len(free) == int(not (ours and IS_OLD))
     pool.insert("a gradient")  # The patch is undone.
-    assert pool.free[-1] == "a gradient"
+    assert free[-1] == "a gradient"
     uninstall()
     assert _CudaGraphRunner.create_fwd_graph is capture
 
