@@ -16,6 +16,7 @@ from torch import Tensor
 from padded_dispatch.megatron import schedule
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.schedule import adapted, check_packed
+from tests.megatron.graphs.test_capture import unreachable
 from tests.support import tiny
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.packed_sequences import packed
@@ -26,10 +27,6 @@ MODEL = Model(graph="layer", microbatches=1, options={"experts": "module"})
 
 def training_of(*scopes: str, **changes: Any) -> Training:
     return Training(with_changes(MODEL, {"scopes": scopes, **changes}))
-
-
-def unreachable(*args: object, **kwargs: object) -> None:
-    raise AssertionError("a replay that must not be")
 
 
 def demand(training: Training) -> list[int]:

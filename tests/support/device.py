@@ -24,7 +24,6 @@ def here_if_tensor(value: Any) -> Any:
 
 
 def ints(*values: object) -> Tensor:
-    """Make an int32 tensor on the device."""
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 

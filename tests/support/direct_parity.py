@@ -65,7 +65,6 @@ class Inputs:
     kept_E: Tensor
 
     def plan(self) -> Plan:
-        """Return the plan."""
         maps = {"expert_TK": self.expert_TK, "place_TK": self.place_TK}
         return Plan(**maps, kept_E=self.kept_E)
 

@@ -42,7 +42,6 @@ class Sizes:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it runs on GPUs."""
         return self.device == "cuda"
 
 

@@ -138,14 +138,12 @@ def shared_groups() -> Iterator[None]:
 
 
 def end_groups() -> None:
-    """Destroy all groups."""
     _groups.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def num_threads(pid: int) -> int:
-    """Return the number of threads of a process."""
     return len(os.listdir(f"/proc/{pid}/task"))
 
 
@@ -202,7 +200,6 @@ class _Workers:
         return [results[rank] for rank in range(len(self._pipes))]
 
     def kill(self) -> None:
-        """End the processes."""
         for process in self.processes:
             process.kill()
         for process in self.processes:

@@ -75,6 +75,5 @@ def found_by(pool: WorkerPool, run: Callable[..., Any], *given: Any) -> dict[str
 
 
 def print_line(line: str) -> None:
-    """Print a line at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -257,7 +257,6 @@ class ThreadMemory:
         return self._addresses + offset
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         self.num_barriers[self._rank] = self.num_barriers.get(self._rank, 0) + 1
         self._group.barrier().wait()
 

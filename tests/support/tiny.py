@@ -89,16 +89,24 @@ def model_parallel(**sizes: Any) -> Iterator[None]:
 
 
 @contextmanager
+def default_group() -> Iterator[None]:
+    """Make a default group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        end_groups()
+
+
+@contextmanager
 def one_process(device: str = "cpu") -> Iterator[None]:
     """Set up Megatron in this process alone: gloo, and parallel state of size 1."""
-    with megatron_on_cpu() if device == "cpu" else nullcontext():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with megatron_on_cpu() if device == "cpu" else nullcontext(), default_group():
         try:
             with model_parallel():
                 yield
         finally:
             forget_moe_state()
-            end_groups()
 
 
 @contextmanager

@@ -231,7 +231,6 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -397,7 +396,6 @@ class Training:
         self.losses: list[float] = []
 
     def capture(self) -> None:
-        """Capture graphs of layers."""
         if self._helper is not None:
             try:
                 self._helper.create_cudagraphs()
@@ -580,7 +578,6 @@ class Training:
 
 
 def layers_of(training: Training) -> list[Any]:
-    """Return all transformer layers."""
     decoders = (chunk.module.module.decoder for chunk in training.chunks)
     return [layer for decoder in decoders for layer in decoder.layers]
 
