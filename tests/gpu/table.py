@@ -18,6 +18,7 @@ from padded_dispatch.megatron import PaddedOptions
 from tests.support.direct_parity import Layer, eager_differs, replay_differs
 from tests.support.generation import GenerationCase, generates_as_stock
 from tests.support.layer_parity import LayerCase, layer_agrees
+from tests.support.tiny import EXPERT_BIAS, RECOMPUTE
 from tests.support.training import (
     EAGER_STEPS,
     RETRIED,
@@ -65,8 +66,7 @@ _SHARED: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 16,
     "moe_shared_expert_overlap": True,
     "moe_shared_expert_gate": True,
-    "moe_router_enable_expert_bias": True,
-    "moe_router_score_function": "sigmoid",
+    **EXPERT_BIAS,
 }
 _LAYER = {"num_experts": 16, "top_k": 4, "hidden": 256, "ffn": 192, "seq": 130}
 _TEXT: dict[str, Any] = {
@@ -230,7 +230,6 @@ def _pools() -> Iterator[Row]:
 def _crowded() -> Iterator[Row]:
     """Yield stores that overflow, in one layer after the other and in recompute, and busy ranks."""
     store: dict[str, Any] = {"options": {"capacity_pool": "store", "experts": "packed"}}
-    again = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     for ranks in (2, 4, 8):
         how: dict[str, Any] = {"ranks": ranks, "ep": ranks, **store}
         for factor in (0.3, 0.9):
@@ -240,7 +239,7 @@ def _crowded() -> Iterator[Row]:
             name = f"EP{ranks}, all rows to one rank, {'+'.join(scopes)}"
             yield _replay(name, scopes=scopes, idle="others", gpt_oss=True, num_layers=4, **how)
         name = f"EP{ranks}, all rows to one rank, recompute moe"
-        yield _replay(name, scopes=("moe",), idle="others", gpt_oss=True, fields=again, **how)
+        yield _replay(name, scopes=("moe",), idle="others", gpt_oss=True, fields=RECOMPUTE, **how)
         name = f"EP{ranks}, replayed and eager steps in turn"
         yield _replay(name, mixed=True, factor=0.9, microbatches=3, num_layers=4, **how)
         stages = {"pp": 2, "num_layers": 6, "microbatches": 4, **how, "ranks": 2 * ranks}
@@ -295,20 +294,18 @@ def _retry(name: str, graph: str = "none", **changes: Any) -> Row:
 def _retried() -> Iterator[Row]:
     """Yield trainings whose steps are repeated, beside ones that never drop."""
     two: dict[str, Any] = {"ranks": 2, "microbatches": 3}
-    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    again = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     reduce = {"overlap_grad_reduce": True}
     gather = {**reduce, "overlap_param_gather": True, "use_distributed_optimizer": True}
     half = {"dtype": torch.float16, "gpu": {"options": {"experts": "module"}}}
     yield _retry("one microbatch", microbatches=1)
     yield _retry("three microbatches", microbatches=3)
-    yield _retry("EP2, expert bias", ep=2, fields=bias, **two)
+    yield _retry("EP2, expert bias", ep=2, fields=EXPERT_BIAS, **two)
     yield _retry("PP2", pp=2, **two)
     deep: dict[str, Any] = {"ranks": 2, "pp": 2, "vpp": 2, "num_layers": 4, "microbatches": 4}
     yield _retry("PP2/VPP2", **deep)
     yield _retry("overlapped reduction", ddp=reduce, cpu=False, **two)
     yield _retry("overlapped gathering", ddp=gather, **two)
-    yield _retry("recompute", fields=again, microbatches=1)
+    yield _retry("recompute", fields=RECOMPUTE, microbatches=1)
     yield _retry("multi-token prediction", fields={"mtp_num_layers": 1}, microbatches=1)
     yield _retry("fp16", microbatches=1, **half)
     yield _retry("TP2/EP2", ranks=2, tp=2, ep=2)
@@ -347,13 +344,13 @@ def _overlapped() -> Iterator[Row]:
     packed = {"experts": "packed", "exchange": "alltoall"}
     direct = {"experts": "packed", "exchange": "direct"}
     deep: dict[str, Any] = {"ranks": 4, "pp": 2, "vpp": 2, "num_layers": 4, "microbatches": 4}
-    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     for name, options in (("module", {"experts": "module"}), ("packed", packed)):
         yield _overlap(name, options=options)
         one = {"num_experts": 2, "gpu": {"num_experts": 2, "top_k": 2}}
         yield _overlap(f"{name}, one local expert", options=options, **one)
         yield _overlap(f"{name}, shared experts", options=options, fields=shared)
-        yield _overlap(f"{name}, masks", options=options, masked=True, factor=0.5, fields=bias)
+        masked = {"masked": True, "factor": 0.5, "fields": EXPERT_BIAS}
+        yield _overlap(f"{name}, masks", options=options, **masked)
         reduced = {"ddp": {"overlap_grad_reduce": True}, "options": options}
         yield _overlap(f"{name}, delayed, overlapped reduction", **reduced, **delayed)
         # With TEGroupedMLP, Megatron's DDP never sees these gradients; its FSDP does.
@@ -380,7 +377,6 @@ def _overlapped() -> Iterator[Row]:
         yield _overlap(name, options=direct, cpu=False, **more)
 
 
-_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # The recipes that Hopper has, and the numbers that Megatron's documentation gives for them.
 _RECIPES = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3"}
@@ -432,7 +428,7 @@ def _in_flight() -> Iterator[Row]:
     """Yield stores that hold all rows: each pass has its own, whatever is in flight."""
     ways = {"own": {"never_drops": True}, "shared": {}}
     stages: dict[str, Any] = {"pp": 2, "vpp": 2, "num_layers": 4, "microbatches": 4}
-    again = {"mtp_num_layers": 1, **_AGAIN}
+    again = {"mtp_num_layers": 1, **RECOMPUTE}
     how: dict[str, Any] = {"counts": False, "steps": 2, "factor": 2.0}
     for exchange in ("alltoall", "direct"):
         how["options"] = {"experts": "packed", "exchange": exchange}

@@ -100,7 +100,7 @@ def test_a_layer_that_is_repeated_has_several_calls():
             [[], [], [0]],
         ),
         ({"recompute_granularity": "full", "recompute_method": "uniform"}, [[], [], []]),
-        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, [[], [], []]),
+        (tiny.RECOMPUTE, [[], [], []]),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
             [[0], [1], [2]],

@@ -29,7 +29,6 @@ from tests.support.graph_protocol import Tape
 pytestmark = pytest.mark.usefixtures("one_process")
 
 INSTALLED = (package_info.MAJOR, package_info.MINOR)
-EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 
 
 def dropless(**settings: Any) -> Any:
@@ -130,7 +129,7 @@ def test_d3_expert_bias_moves():
     """Stock counts the padded map, C for every expert, so the bias never moves."""
     x = alike(12)
     updates = []
-    for layer in (stock(1.0, **EXPERT_BIAS), ours(1.0, **EXPERT_BIAS)):
+    for layer in (stock(1.0, **tiny.EXPERT_BIAS), ours(1.0, **tiny.EXPERT_BIAS)):
         ask_for(layer, 0, 1)
         layer(x)
         router = layer.router
@@ -164,7 +163,7 @@ def test_d4b_expert_bias_with_a_padding_mask(num_tokens):
     x = alike(num_tokens)
     padding_mask = torch.zeros(num_tokens, 1, dtype=torch.bool)
     padding_mask[-1] = True
-    theirs, padded = dropless(**EXPERT_BIAS), ours(None, **EXPERT_BIAS)
+    theirs, padded = dropless(**tiny.EXPERT_BIAS), ours(None, **tiny.EXPERT_BIAS)
     for layer in (theirs, padded):
         ask_for(layer, 0, 1)
     mended = package_info.MINOR >= 20

@@ -192,8 +192,7 @@ def _in_rooms(made: Any, how: str, given: Tensor) -> None:
     ],
 )
 def test_where_the_rows_of_a_pass_lie(rooms_of, how, expected):
-    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    made = layer("store", 1.0, **bias)
+    made = layer("store", 1.0, **tiny.EXPERT_BIAS)
     _in_rooms(made, how, tokens(6).requires_grad_())
     assert rooms_of == expected
 
@@ -313,10 +312,7 @@ def _kept_rows(factor: float, settings: dict[str, Any]) -> Any:
     return differs, {name: getattr(counters, name).tolist() for name in names}
 
 
-RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-
-
-@pytest.mark.parametrize("recompute", [{}, RECOMPUTE], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", [{}, tiny.RECOMPUTE], ids=["kept", "recomputed"])
 def test_two_ranks_with_room_are_a_dropless_layer(pool2, recompute):
     results = pool2.run(_over_two_ranks, _kept_rows, 0.5, recompute)
     assert [differs for differs, _ in results] == [[], []]

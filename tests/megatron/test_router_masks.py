@@ -24,8 +24,6 @@ LOSSES = {
     "moe_aux_loss_coeff": 0.1,
     "moe_z_loss_coeff": 0.1,
 }
-RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
-BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 
 # Options, then fields of the config.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -36,8 +34,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "position": ({"capacity_pool": "expert"}, {"moe_token_drop_policy": "position"}),
     "no factor": ({}, {"moe_expert_capacity_factor": None}),
     "shared experts": ({"capacity_pool": "expert"}, {"moe_shared_expert_intermediate_size": 16}),
-    "recompute": ({"experts": "packed", "capacity_pool": "expert"}, RECOMPUTE),
-    "expert bias": ({"capacity_pool": "expert"}, BIAS),
+    "recompute": ({"experts": "packed", "capacity_pool": "expert"}, tiny.RECOMPUTE),
+    "expert bias": ({"capacity_pool": "expert"}, tiny.EXPERT_BIAS),
 }
 
 

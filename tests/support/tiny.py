@@ -22,6 +22,8 @@ from padded_dispatch.train.settings import Settings
 from tests.support.pool import end_groups, shared_groups
 
 NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 16
+EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+RECOMPUTE: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
 def config(dispatcher: str = "padded_alltoall", **overrides: Any) -> TransformerConfig:
