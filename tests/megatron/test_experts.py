@@ -27,6 +27,7 @@ from padded_dispatch.megatron.experts import (
 )
 from tests.megatron.test_stacked_linear import biases_of
 from tests.support import parity, tiny
+from tests.support.direct_parity import differences
 from tests.support.pool import WorkerPool
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -233,6 +234,9 @@ def test_checkpoints_have_the_keys_of_te_grouped_mlp(biased):
                 expected[f"{key}.bias{i}"] = shape[:1]
                 assert torch.equal(state[f"{key}.bias{i}"], linear.bias)
     assert {key: tuple(value.shape) for key, value in state.items()} == expected
+    other = {key: value + 1 for key, value in packed.state_dict().items()}
+    packed.load_state_dict(other, strict=True)
+    assert differences(packed.state_dict(), other) == []
 
 
 REFUSED = {
