@@ -52,7 +52,7 @@ _README_COLUMNS = ("ours", "ours over NCCL", "stock drop-and-pad")
 
 
 def roofline(
-    rows_SE: Tensor, shape: LayerShape, gpu: str = _GPU, *, main_grad: bool = False
+    rows_SE: Tensor, shape: LayerShape, gpu: str, *, main_grad: bool = False
 ) -> float | None:
     """Return the least milliseconds of a pass for the rows that source ranks send to experts.
 
@@ -61,7 +61,7 @@ def roofline(
     Args:
         rows_SE: numbers of rows, any dtype; rank r holds the r-th of R equal parts of the experts.
         shape: sizes of the layer.
-        gpu: its name; the result is None for any but NVIDIA H200.
+        gpu: the name of the GPU; for any but NVIDIA H200 the result is None.
         main_grad: weight gradients are added to fp32 buffers, instead of written in bf16.
 
     Example: 8 ranks that send 256 rows to each of 128 experts of Qwen3-30B-A3B (T = 4,096, K = 8)

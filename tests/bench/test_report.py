@@ -74,8 +74,11 @@ def test_table_compares_with_stock_of_the_same_factor_and_graph():
     ]
 
 
+H200 = "NVIDIA H200"
+
+
 def test_the_example_of_the_roofline():
-    found = roofline(torch.full((8, 128), 256), SHAPES["qwen3-30b-a3b"])
+    found = roofline(torch.full((8, 128), 256), SHAPES["qwen3-30b-a3b"], H200)
     # 8 * 4,096 rows at 18 * 2048 * 768 FLOPs; 7/8 of them cross, four times, 4,096 bytes each.
     gemm_ms = 32768 * 18 * 2048 * 768 / 790e12 * 1e3
     wire_ms = 4 * 7 / 8 * 32768 * 4096 / 450e9 * 1e3
@@ -90,7 +93,7 @@ FEW = LayerShape(hidden_size=10, num_experts=4, top_k=1, ffn_size=100)
 
 def test_the_busiest_rank_decides():
     # Rank 0 computes 7 + 1 = 8 rows and rank 1 has 6 + 3 = 9; 6 rows go from 0 to 1, 1 comes back.
-    found = roofline(torch.tensor([[3, 4, 6, 0], [1, 0, 1, 2]]), FEW)
+    found = roofline(torch.tensor([[3, 4, 6, 0], [1, 0, 1, 2]]), FEW, H200)
     products = 2 * (9 * 210 + 4000) + 2 * (9 * 110 + 2000)
     assert found == pytest.approx((3 * products / 4.3e12 + 4 * 6 * 10 * 2 / 450e9) * 1e3)
 
@@ -99,10 +102,10 @@ def test_few_rows_wait_for_memory():
     rows_SE = torch.tensor([[3, 4, 6, 0]])
     # fc1: 13 rows of 10 + 200 elements and 4 weights of 2,000; fc2: of 100 + 10, and of 1,000.
     products = 2 * (13 * 210 + 8000) + 2 * (13 * 110 + 4000)
-    found = roofline(rows_SE, FEW)  # One rank sends nothing.
+    found = roofline(rows_SE, FEW, H200)  # One rank sends nothing.
     assert found == pytest.approx(3 * products / 4.3e12 * 1e3)
     # Two of the six write gradients: 8 bytes instead of 2 for each weight.
-    more = roofline(rows_SE, FEW, main_grad=True) - found
+    more = roofline(rows_SE, FEW, H200, main_grad=True) - found
     assert more == pytest.approx(6 * 12000 / 4.3e12 * 1e3)
 
 
