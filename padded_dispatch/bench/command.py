@@ -20,7 +20,7 @@ from padded_dispatch.bench.layer import RoutedLayer, build, stock_flags
 from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
 from padded_dispatch.bench.report import differences, line, readme_table, roofline, table
 from padded_dispatch.config import require
-from padded_dispatch.exchange.symmetric_memory import allocated_gib
+from padded_dispatch.exchange.symmetric_memory import allocated_gib, reset_peaks
 from padded_dispatch.megatron import install
 from padded_dispatch.megatron.world import world
 from padded_dispatch.utils.flags import errors_name_flags
@@ -162,7 +162,7 @@ def _figures(
     data = batches(*sizes, seed=dist.get_rank(), dtype=dtype, device=device)
     if on_gpu:
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        reset_peaks()
     held_gib = allocated_gib() if on_gpu else 0.0
     layer = build(case, flags, device)
     passes = Passes(layer, data, graphed=graphed, main_grad=case.main_grad)

@@ -9,8 +9,8 @@ a rank may send the tokens of the next layer while another one still sums what c
 one. A shape that needs more gets larger ones; earlier ones stay, since captured graphs have their
 addresses. All live as long as the process group, and as long as an autograd node of a pass.
 
-The driver allocates this memory, so torch's allocator does not count it. `allocated_gib` and
-`reserved_gib` add what is held now to torch's peaks.
+The driver allocates this memory, so torch's allocator does not count it. `allocated_gib` adds what
+is in use to torch's peak.
 """
 
 import ctypes
@@ -72,7 +72,6 @@ class PeerMemory:
         # Not `_symmetric_memory.empty`. Its pool keeps freed memory, and may return the middle of a
         # larger allocation, while a handle gives the address of the allocation's beginning.
         self._bytes = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
-        _held[self] = num_bytes
         _line_buffer_stdout()
         self.num_bytes = num_bytes
         name: Any = group_name(group)  # The type of a name differs between releases.
@@ -90,7 +89,8 @@ class PeerMemory:
         return torch.tensor(pointers, dtype=torch.int64, device=self._bytes.device)
 
 
-_held: WeakKeyDictionary[PeerMemory, int] = WeakKeyDictionary()
+# Bytes in use since `reset_peaks`: memory outlives the layers that it was allocated for.
+_used: WeakKeyDictionary[PeerMemory, int] = WeakKeyDictionary()
 
 
 def _line_buffer_stdout() -> None:
@@ -168,6 +168,8 @@ def buffers_for(group: dist.ProcessGroup, shape: Shape, device: torch.device) ->
     for memories, size in new:
         memories.append(PeerMemory(group, size, device))
     arriving, coming = (memories[-1] for memories in known)
+    for memory, size in zip((arriving, coming), needed, strict=True):
+        _used[memory] = max(size, _used.get(memory, 0))
     by_choice = num_ranks, num_slots, top_k
     counts = num_ranks, shape.num_local_experts
     return Buffers(
@@ -314,11 +316,12 @@ def gather_objects(group: dist.ProcessGroup, value: _T) -> list[_T]:
     return values
 
 
+def reset_peaks() -> None:
+    """Start to count for `allocated_gib`: what torch holds now, and buffers that are asked for."""
+    torch.cuda.reset_peak_memory_stats()
+    _used.clear()
+
+
 def allocated_gib() -> float:
-    """Return the peak GiB of tensors, symmetric memory included, since torch's peak was reset."""
-    return (torch.cuda.max_memory_allocated() + sum(_held.values())) / 2**30
-
-
-def reserved_gib() -> float:
-    """Return the peak GiB of torch's allocator, graph pools included, likewise."""
-    return (torch.cuda.max_memory_reserved() + sum(_held.values())) / 2**30
+    """Return the peak GiB of tensors since torch's was reset, and of symmetric memory in use."""
+    return (torch.cuda.max_memory_allocated() + sum(_used.values())) / 2**30

@@ -109,7 +109,7 @@ class Meter:
         self._steps: list[Step] = []
         self._num_read = 0
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+            symmetric_memory.reset_peaks()
 
     def add(self, step: Step) -> None:
         """Record a step."""
@@ -161,7 +161,6 @@ class Meter:
             "host_ms": statistics.median(step.host_ms for step in steady),
             "tokens_per_s": _tokens(settings) / ms * 1e3,
             "allocated_gib": symmetric_memory.allocated_gib() if on_gpu else None,
-            "reserved_gib": symmetric_memory.reserved_gib() if on_gpu else None,
             "loss": losses,
             **{name: [getattr(r, name) for r in rows] for name in ("step", "dropped")},
             "held_out": {"step": list(evaluations), "loss": list(evaluations.values())},

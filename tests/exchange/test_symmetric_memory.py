@@ -9,7 +9,6 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -40,15 +39,22 @@ def group_of(size: int = 2, limit_s: float = 45) -> Any:
     return group
 
 
-def test_peaks_count_symmetric_memory(monkeypatch, rendezvous):
-    """Two allocations of half a GiB, one of them freed later, and a GiB of torch's own."""
+def test_peaks_count_symmetric_memory_for_all_that_use_it(monkeypatch, rendezvous):
+    """Beside a GiB of torch's own: of each layer in turn, whatever those before it allocated."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2**31)
-    monkeypatch.setattr(symmetric_memory, "_held", WeakKeyDictionary())  # Not that of other tests.
-    memories = [PeerMemory(group_of(), 2**29, CPU) for _ in range(2)]
-    assert (symmetric_memory.allocated_gib(), symmetric_memory.reserved_gib()) == (2.0, 3.0)
-    del memories[0]
-    assert (symmetric_memory.allocated_gib(), symmetric_memory.reserved_gib()) == (1.5, 2.5)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", Mock())
+    monkeypatch.setattr(symmetric_memory, "_require_room", Mock())
+    monkeypatch.setattr(PeerMemory, "addresses", Mock())
+    group, found = group_of(), []
+    sizes: Any = {"top_k": 2, "num_local_experts": 1, "width": 2**20, "dtype": torch.bfloat16}
+    for num_slots in (64, 64, 128, 64, None):  # The last one has no direct stores.
+        symmetric_memory.reset_peaks()
+        if num_slots:
+            shape = symmetric_memory.Shape(num_slots=num_slots, **sizes)
+            symmetric_memory.buffers_for(group, shape, CPU)
+        found.append(symmetric_memory.allocated_gib())
+    # Tokens of one other rank, and K rows that come home: three times 2 MiB for each slot.
+    assert found == pytest.approx([1.375, 1.375, 1.75, 1.375, 1.0], rel=1e-4)
 
 
 def test_a_barrier_waits_as_long_as_a_collective_of_the_group(rendezvous):
