@@ -6,6 +6,7 @@ pipeline, with one, and interleaved. With `on_overflow="retry"` a step that drop
 rank, for `padded-dispatch tune`.
 """
 
+import math
 import os
 import statistics
 import time
@@ -47,7 +48,7 @@ from padded_dispatch.train.model import (
 from padded_dispatch.train.settings import Layout, Settings
 from padded_dispatch.utils.launch import show
 
-_EVALUATION_PASSES = 32
+_EVALUATION_PASSES = 32  # per rank, at most about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +111,13 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return the mean loss over the first held-out samples, which are always the same."""
+        recipe, layout = self.settings.recipe, self.settings.layout
+        of_all = math.ceil(self.held_out.num_windows / (recipe.micro_batch * layout.dp))
+        # Megatron's interleaved schedule takes as many at a time as there are stages.
+        num_passes = math.ceil(min(_EVALUATION_PASSES, of_all) / layout.pp) * layout.pp
         for chunk in self.chunks:
             chunk.eval()
-        losses = self._run_passes(self.held_out, 0, _EVALUATION_PASSES, forward_only=True)
+        losses = self._run_passes(self.held_out, 0, num_passes, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
         return mean_over_ranks(losses, self.device)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -173,6 +174,27 @@ def test_rows_are_dropped_and_evaluation_drops_none(pool2):
     assert list(small.evaluations) == [2]
     assert abs(small.evaluations[2] - small.rows[1].loss) < 0.5
     assert [row.dropped for row in forced.rows] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "passes"),
+    [("", 32), ("--seq-length 100000", 2), ("--workers 3 --pp 3 --vpp 1 --num-layers 3", 33)],
+)
+def test_evaluation_is_whole_rounds_of_the_pipeline_over_a_text_at_most_once(
+    monkeypatch, flags, passes
+):
+    """Of ten windows four sequences are read by two ranks in each pass: eight, then two."""
+    settings = parse(f"{SMALL} --micro-batch 4 {flags}".split())
+    for name in ("transformer_config", "build_optimizer"):
+        monkeypatch.setattr(loop, name, MagicMock())
+    monkeypatch.setattr(loop, "build_chunks", lambda *_: [])
+    schedule = MagicMock(return_value=[])
+    monkeypatch.setattr(loop, "get_forward_backward_func", lambda: schedule)
+    monkeypatch.setattr(loop, "mean_over_ranks", lambda losses, device: 0.0)
+    text = np.zeros(1_000_001, np.uint8)
+    monkeypatch.setattr(loop, "load_corpus", lambda text_folder: (text, text))
+    loop.Trainer(settings, CPU).evaluate()
+    assert schedule.call_args.kwargs["num_microbatches"] == passes
 
 
 def test_repeated_steps_are_those_of_a_run_that_never_drops(pool2):
