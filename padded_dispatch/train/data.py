@@ -4,6 +4,7 @@ A sample's bytes depend on its number and the seed alone: the number of ranks ch
 reads a sample, never which samples a step has.
 """
 
+import functools
 import os
 import sysconfig
 import zlib
@@ -22,6 +23,7 @@ _HELD_OUT_SHARE = 20  # one file in twenty
 _DOCUMENTS = ".md", ".rst", ".txt"
 
 
+@functools.lru_cache(maxsize=1)  # Contenders read the same text, which may be large.
 def load_corpus(text: str | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Return bytes to train on and bytes to evaluate on, from different files; uint8.
 

@@ -28,12 +28,13 @@ HELD_OUT = ["held/f6.py", "m30.py"]
 def test_files_come_in_the_order_of_their_names_and_are_split_by_them(tmp_path, monkeypatch):
     files(tmp_path, ["b.py", "a/z.py", *HELD_OUT, "a.py", "notes.txt", "test/x.py", "a/tests/y.py"])
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    train, held_out = load_corpus()
+    train, held_out = load_corpus.__wrapped__()
     assert train.tobytes() == b"# a.py\n\0# a/z.py\n\0# b.py\n\0"
     assert held_out.tobytes() == b"# held/f6.py\n\0# m30.py\n\0"
     (tmp_path / ".#a.py").symlink_to("nobody@nowhere")  # An editor's lock.
     (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"")
-    train, held_out = load_corpus(str(tmp_path))
+    train, held_out = found = load_corpus(str(tmp_path))
+    assert load_corpus(str(tmp_path)) is found  # It is read once, whatever the contenders.
     assert train.tobytes().count(b"\0") == 7  # All files, tests too.
     assert held_out.tobytes() == b"\0# notes.txt\n\0"
     with pytest.raises(ValueError, match=r"^--text must be a folder with Python files .*held"):
