@@ -8,6 +8,8 @@ from typing import Any
 
 import nbformat
 
+from padded_dispatch.train.arguments import read_compare
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 MAX_BYTES = 800_000  # Ten figures at 150 dpi.
@@ -66,6 +68,16 @@ def test_notebooks_can_be_read_without_running_them():
     cell = nbformat.v4.new_code_cell("x", execution_count=2)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# x"), cell])
     assert faults(notebook) == ["not executed from top to bottom", "no command line"]
+
+
+def test_commands_of_studies_measure_held_out_losses():
+    page = (FOLDER / "results" / "README.md").read_text().replace("\\\n", " ")
+    notebook = nbformat.read(FOLDER / "03_capacity_and_quality.ipynb", as_version=4)
+    for text in page, notebook.cells[0].source.replace("\n", " "):
+        (flags,) = re.findall(r"padded-dispatch compare ([^`\n]+)", text)
+        contenders = read_compare(flags.split())
+        assert {given.seed for _, given in contenders} == {0, 1, 2}
+        assert all("eval_every" in given for _, given in contenders)
 
 
 def test_the_word_alone_drops_nothing_and_learns_within_the_noise_of_stocks_seeds():
