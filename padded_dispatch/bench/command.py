@@ -66,6 +66,8 @@ def _check(given: argparse.Namespace) -> None:
     for flag in ("readme", "phases"):
         asked = getattr(given, flag)
         require(not (on_cpu and asked), flag, asked, "be left out without a GPU, which it measures")
+    rule = "be left out without --out, which alone holds its figures"
+    require(given.out or not given.phases, "phases", given.phases, rule)
     rule, one = "be one size with --readme, whose table has one", len(given.ep) == 1
     require(one or not given.readme, "ep", given.ep, rule)
     for factor in given.capacity_factors:
@@ -217,7 +219,7 @@ def _kept(case: Case, layer: RoutedLayer, passes: Passes, demand_BSE: Tensor) ->
         passes.run(number)
     kept_E = counters.kept_E - before_E
     dist.all_reduce(kept_E, group=_group())
-    return demand_BSE.double().mean(0) * (kept_E / demand_BSE.sum((0, 1)).clamp(min=1))
+    return demand_BSE.double().mean(0) * (kept_E.double() / demand_BSE.sum((0, 1)).clamp(min=1))
 
 
 def _group() -> Any:
