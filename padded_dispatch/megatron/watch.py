@@ -1,11 +1,11 @@
 """Say what steps drop, in a training loop that has no `Telemetry`.
 
 Routers, or guards of graphs, show each pass to `see_pass`, so a loop needs no line for it. A step
-ends where the first layer's input gets its last gradient; if it gets none, or one CUDA graph is the
-whole step, where the next step begins. Then the counters are read, and summed over the ranks that
-split these layers' experts, which make the same passes; of replicas the first speaks, for itself.
-The copy is looked at once it has arrived, in a later pass or at the end of the process: nothing
-waits for it.
+ends where the first layer's input gets its last gradient, or behind the replay of a CUDA graph that
+is the whole step; else where the next step begins. Then the counters are read, and summed over the
+ranks that split these layers' experts, which make the same passes; of replicas the first speaks,
+for itself. The copy is looked at once it has arrived, in a later pass or at the end of the process:
+nothing waits for it.
 """
 
 import atexit
@@ -134,7 +134,7 @@ def see_pass(moe: Any, hidden_states: Any) -> None:
 
 
 def see_iteration() -> None:
-    """Let watches see the end of a step that one CUDA graph replays; a process can have one."""
+    """Let watches see that a graph of a whole step, of which a process has one, was replayed."""
     for watch in list(_watches):
         if captures_iteration(watch.layers[0].config):
             watch.end_step()

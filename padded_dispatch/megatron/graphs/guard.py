@@ -69,6 +69,7 @@ def install(config: Any) -> None:
         PATCHED.wrap(_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture)
     if captures_iteration(config):
         PATCHED.wrap(StaticBufferLoader, "__call__", _wrap_loader)
+        PATCHED.wrap(FullCudaGraphWrapper, "__call__", _wrap_iteration)
         # Megatron-LM leaves the graph of a step to the end of Python. If the graph holds
         # collectives, NCCL waits there for its end: https://github.com/pytorch/pytorch/issues/115388
         atexit.unregister(forget_iterations)  # Every layer installs.
@@ -273,8 +274,6 @@ def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def checked_load(loader: Any, inputs: Any, stage: str, microbatch: int) -> Any:
         held, graph = loader.static_buffers[stage], FullCudaGraphWrapper.cuda_graph[stage]
-        if stage == "training" and microbatch == 0 and graph is not None:
-            watch.see_iteration()
         if microbatch < len(held):
             batch, before = inputs[0] if isinstance(inputs, tuple) else inputs, held[microbatch]
             # What a batch lacks, the loader leaves as it was.
@@ -284,3 +283,15 @@ def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
         return load(loader, inputs, stage, microbatch)
 
     return checked_load
+
+
+def _wrap_iteration(run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def seen_iteration(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        results = run(wrapper, *args, **kwargs)
+        # Not in the loader, which ranks without data do not call: reading a step is collective.
+        if not kwargs["forward_only"] and wrapper.cuda_graph["training"] is not None:
+            watch.see_iteration()
+        return results
+
+    return seen_iteration

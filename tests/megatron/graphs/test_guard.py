@@ -119,8 +119,7 @@ def test_a_batch_that_gains_or_loses_its_mask_is_refused(megatron, monkeypatch):
     masked = plain | {"padding_mask": torch.zeros(2, dtype=torch.bool)}
     load = StaticBufferLoader.__call__
     assert "static_buffers[stage][microbatch], inputs" in inspect.getsource(load)
-    loaded, seen = [], []
-    monkeypatch.setattr(guard.watch, "see_iteration", lambda: seen.append(None))
+    loaded = []
     monkeypatch.setattr(StaticBufferLoader, "__call__", lambda self, *given: loaded.append(given))
     guard.install(tiny.config("alltoall", **compat.iteration_graph()))
     loader = object.__new__(StaticBufferLoader)
@@ -134,14 +133,33 @@ def test_a_batch_that_gains_or_loses_its_mask_is_refused(megatron, monkeypatch):
         with refused if other is plain else nullcontext():
             loader(other, "training", 0)
         loader(plain, "training", 1)  # A microbatch that is new.
-        assert seen == []
         monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", {"training": object()})
         loader((captured, 1), "training", 0)
         with refused:
             loader(other, "training", 0)
-        assert len(seen) == 2  # Each begins a step that a graph replays.
-        seen.clear()
     assert len(loaded) == 8
+    uninstall()
+
+
+def test_the_replay_of_a_step_is_seen_on_ranks_without_data(megatron, monkeypatch):
+    """Reading a step is collective, and of tensor-parallel ranks the first may read the data."""
+    seen = []
+    graph = SimpleNamespace(replay=lambda: seen.append("replay"))
+    graphs = {"training": None, "validation": graph}
+    monkeypatch.setattr(guard.watch, "see_iteration", lambda: seen.append("step"))
+    monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", graphs)
+    for name in ("curr_iteration", "result"):
+        monkeypatch.setattr(FullCudaGraphWrapper, name, {"training": 0, "validation": 0})
+    guard.install(tiny.config("alltoall", **compat.iteration_graph()))
+    wrapper = FullCudaGraphWrapper(lambda **given: seen.append("eager"), cuda_graph_warmup_steps=-1)
+    given = {"model": [None], "data_iterator": None, "num_microbatches": 2, "seq_length": 4}
+    for expected in (["eager"], ["replay", "step"]):
+        wrapper(**given, forward_only=False)
+        assert seen == expected
+        seen.clear()
+        graphs["training"] = graph
+    wrapper(**given, forward_only=True)
+    assert seen == ["replay"]
     uninstall()
 
 
