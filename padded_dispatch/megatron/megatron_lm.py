@@ -31,13 +31,7 @@ from megatron.core.utils import get_model_config
 from padded_dispatch.config import require
 from padded_dispatch.megatron.config import is_ours, last_layer, log_once, padded_options
 from padded_dispatch.megatron.stacked_linear import require_own_weights
-from padded_dispatch.megatron.telemetry import (
-    DroppedError,
-    Snapshots,
-    Telemetry,
-    padded_moe_layers,
-    scalars,
-)
+from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
 from padded_dispatch.recorder import RoutingBuffer, TraceRecorder, steps_apart
 from padded_dispatch.trace import TracedRun, steps_before
 from padded_dispatch.utils.flags import flag
@@ -73,7 +67,7 @@ class _Run:
             require(interval is None, flag(field), interval, rule, fix)
         self._options = padded_options(config)
         self._step = step
-        self._telemetry = Telemetry(chunks, every=args.log_interval, step=step)
+        self.telemetry = Telemetry(chunks, every=args.log_interval, step=step)
         self._num_recorded = get_num_microbatches()
         self._recorder = self._record(config, step)
         if self._recorder is not None:  # Also after an error, and where the process ends.
@@ -99,7 +93,8 @@ class _Run:
         """Do what follows a step; Megatron-LM may have skipped some (`--iterations-to-skip`)."""
         for _ in range(max(1, step - self._step)):
             self._step += 1
-            self._show(self._telemetry.step())
+            if (reading := self.telemetry.step()) is not None:
+                self._show(reading)
         if self._retry is not None and self._retry.num_retried > self._num_retried:
             self._num_retried = self._retry.num_retried
             # After figures of earlier steps: W&B takes no value of a step before the last one.
@@ -114,7 +109,7 @@ class _Run:
 
     def before_log(
         self, total_loss_dict: dict[str, Any], step: int, *, skipped: bool, first: bool
-    ) -> None:
+    ) -> Snapshots | None:
         """Put the last figures into Megatron's line of a step, if it is about to print one.
 
         Args:
@@ -123,26 +118,28 @@ class _Run:
             step: steps done.
             skipped: the step updated no weights, so it does not count in the means.
             first: the first step, which always has a line.
+
+        Returns:
+            The figures, for `Telemetry.follow` behind the line; None without a line.
         """
         if step % self._args.log_interval != 0 and not first:
-            return
-        self._show(self._telemetry.finish())
+            return None
+        self._show(reading := self.telemetry.take())
         if self._retry is not None:
             self._line["moe/retried_steps"] = self._retry.num_retried
         num_steps = max(1, total_loss_dict.get("advanced iterations", 0) + (not skipped))
         for name, figure in self._line.items():
             total_loss_dict[name] = torch.tensor([figure * num_steps], dtype=torch.float64)
+        return reading
 
     def finish(self) -> None:
         """Show the last reading, after the last step."""
-        if (reading := self._telemetry.read()).num_steps:
+        if (reading := self.telemetry.read()).num_steps:
             self._show(reading)
         if writer := self._training.get_tensorboard_writer():
             writer.flush()
 
-    def _show(self, snapshots: Snapshots | None) -> None:
-        if snapshots is None:
-            return
+    def _show(self, snapshots: Snapshots) -> None:
         figures = snapshots.training.figures()
         self._line |= {f"moe/{name}": figures[name] for name in _IN_LINE if name in figures}
         per_layer = self._args.moe_per_layer_logging
@@ -236,18 +233,18 @@ class _Loop:
     def training_log(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
         """Log one step."""
         run, step = self._run, given["iteration"]
-        if run is not None:
-            sums, skipped = given["total_loss_dict"], bool(given.get("skipped_iter"))
-            for name, loss in given["loss_dict"].items():
-                if not skipped and name not in sums:  # Megatron exports the first as the loss.
-                    sums[name] = torch.zeros_like(loss, dtype=torch.float32)
-            first = bool(given.get("is_first_iteration"))
-            try:
-                run.before_log(sums, step, skipped=skipped, first=first)
-            except DroppedError:
-                call()  # It ends the run, not without the line of its last step.
-                raise
-        return call()
+        if run is None:
+            return call()
+        sums, skipped = given["total_loss_dict"], bool(given.get("skipped_iter"))
+        for name, loss in given["loss_dict"].items():
+            if not skipped and name not in sums:  # Megatron exports the first as the loss.
+                sums[name] = torch.zeros_like(loss, dtype=torch.float32)
+        first = bool(given.get("is_first_iteration"))
+        reading = run.before_log(sums, step, skipped=skipped, first=first)
+        result = call()
+        if reading is not None:
+            run.telemetry.follow(reading)  # It may end the run.
+        return result
 
     def checkpoint_and_decide_exit(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
         """End the run before the checkpoint of its last step, and where the loop ends early."""

@@ -103,15 +103,12 @@ def overflow_words(snapshots: Snapshots, settings: "LayerSettings") -> str:
     )
 
 
-class DroppedError(RuntimeError):
-    """A step that dropped more rows than `on_overflow="error"` allows; alike on all ranks."""
-
-
 class Telemetry:
     """Reader of the counters of all padded layers of a model. All ranks must call all methods.
 
-    Every method that returns snapshots warns of drops in training, or raises a DroppedError on all
-    ranks if `on_overflow` is "error" and a layer has dropped more than `overflow_threshold`.
+    `step` and `read` warn of drops in training, or raise on all ranks if `on_overflow` is "error"
+    and a layer has dropped more than `overflow_threshold`. A loop that prints a line in between has
+    `take` and `follow`.
 
     Args:
         chunks: the model's chunks on this rank.
@@ -151,18 +148,10 @@ class Telemetry:
             Snapshots in the step after the one that started a read; otherwise None.
         """
         self._step += 1
-        finished = self.finish()
+        finished = None if self._pending is None else self.follow(self.take())
         if self._step % self._every == 0 or self._step == self._first:
             self._pending = self._reader.start(self._step)
         return finished
-
-    def finish(self) -> Snapshots | None:
-        """Return the snapshots of a read that was started, if any; waits until it has arrived.
-
-        It costs nothing where the host waits for the device anyway.
-        """
-        copy, self._pending = self._pending, None
-        return None if copy is None else self._followed(copy)
 
     def read(self) -> Snapshots:
         """Return snapshots of everything since the last ones, now; waits for the device."""
@@ -170,11 +159,18 @@ class Telemetry:
             # The next sums include the pending ones. The largest need was zeroed.
             self._reader.take_largest(self._pending)
             self._pending = None
-        return self._followed(self._reader.start(self._step))
+        return self.follow(self.take())
 
-    def _followed(self, copy: "Copy") -> Snapshots:
-        """Return the snapshots of a read, after `on_overflow` has been followed."""
-        snapshots = self._reader.finish(copy)
+    def take(self) -> Snapshots:
+        """Return snapshots of a read that was started, else of one now; waits until it has arrived.
+
+        It costs nothing where the host waits for the device anyway.
+        """
+        copy, self._pending = self._pending, None
+        return self._reader.finish(copy or self._reader.start(self._step))
+
+    def follow(self, snapshots: Snapshots) -> Snapshots:
+        """Follow `on_overflow` for snapshots that `take` returned, and return them."""
         self._warnings.follow(snapshots, self._reader.settings, logs=dist.get_rank() == 0)
         return snapshots
 
@@ -194,7 +190,7 @@ class Warnings:
             return
         words = overflow_words(snapshots, settings)
         if options.on_overflow == "error":
-            raise DroppedError(
+            raise RuntimeError(
                 f"on_overflow='error': {words}, or raise overflow_threshold={threshold:g}"
             )
         self._number += 1

@@ -189,14 +189,13 @@ def _run(trainer: Trainer, meter: Meter, ends: ExitStack) -> Outcome:
             telemetry.step()
         last = number == output.steps
         if number == 1 or last or number % output.log_every == 0:
-            row = meter.read()
-            try:
-                if telemetry:
-                    counts = telemetry.finish() or telemetry.read()
-                    row = replace(row, dropped=counts.training.figures().get("dropped"))
-            finally:  # It may end the run.
-                rows.append(row)
-                show(row.line(output.steps))
+            row, counts = meter.read(), telemetry.take() if telemetry else None
+            if counts:
+                row = replace(row, dropped=counts.training.figures().get("dropped"))
+            rows.append(row)
+            show(row.line(output.steps))
+            if telemetry and counts:
+                telemetry.follow(counts)  # It may end the run.
         if output.eval_every and (last or number % output.eval_every == 0):
             evaluations[number] = trainer.evaluate()
             show(f"step {number} | held-out loss {evaluations[number]:.4f}")

@@ -111,9 +111,9 @@ def test_drops_are_said_in_words_and_more_and_more_rarely(caplog):
     chunk, telemetry = overflowing()
     passes(chunk)
     assert telemetry.step() is None and caplog.messages == []
-    snapshots = telemetry.finish()
-    assert snapshots is not None
+    snapshots = telemetry.take()
     of_all = snapshots.training.figures()["dropped"]
+    assert caplog.messages == [] and telemetry.follow(snapshots) is snapshots
     # The 13 tokens want 2 of 4 experts; at factor 0.5 an expert has 4 slots, and needs 13.
     assert caplog.messages == [
         f"69.23% of the rows of layer 2 found no room at step 1 ({of_all:.2%} of all rows); "

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -310,20 +311,25 @@ def _run_on_gpus(flags: str) -> tuple[Counted, list[float]]:
     return counted_run(f"{run} --steps 24 --capacity-factor 0.5 --deterministic {flags}", device)
 
 
-def _fails(flags: str) -> str:
-    with pytest.raises(RuntimeError) as caught:
+def _fails(flags: str) -> tuple[str, str]:
+    """Return the error that ends a run, and the line before it."""
+    lines: list[str] = []
+    with patch.object(loop, "show", lines.append), pytest.raises(RuntimeError) as caught:
         _train_in_shared_groups(flags)
     uninstall()
     with shared_groups():  # Else the end of the process ends what a failed run has set up.
         parallel_state.destroy_model_parallel()
     unset_num_microbatches_calculator()
-    return str(caught.value)
+    return str(caught.value), lines[-1]
 
 
-def test_a_trace_has_the_step_that_ended_its_run(pool2, tmp_path):
+def test_a_trace_and_a_line_have_the_step_that_ended_their_run(pool2, tmp_path):
     flags = "--steps 2 --capacity-factor 0.5 --padded-capacity-pool expert"
-    words = pool2.run(_fails, f"{flags} --padded-on-overflow error --trace {tmp_path}")
-    assert all(text.startswith("on_overflow='error'") for text in words)
+    ends = pool2.run(_fails, f"{flags} --padded-on-overflow error --trace {tmp_path}")
+    for words, line in ends:
+        found: Any = re.match(r"on_overflow='error': .* at step 1 \((.*)% of all rows\)", words)
+        of_all = float(found[1])
+        assert line.startswith("step 1/2 | loss ") and line.endswith(f" | dropped {of_all:.1f}%")
     assert load_traces([tmp_path]).steps.tolist() == [1] * 4  # Two layers, two ranks.
 
 
