@@ -149,6 +149,14 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             return None
         return config.share(1) if self.store is None else self.store.num_shares(1)
 
+    @property
+    def counts_kept(self) -> bool:
+        """True if this rank counts the rows that are kept, and no other rank counts the same.
+
+        A store is counted at its experts' rank; ranks that share experts receive the same rows.
+        """
+        return self.configs.training.capacity_pool == "expert" or self.tp_rank == 0
+
     def set_layer(self, number: int) -> None:
         """Take the layer's number in the model, once its router has it."""
         self.agreement.name_layer(number)
@@ -402,6 +410,11 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
 def is_padded(module: Any) -> bool:
     """Return whether a module is a MoE layer with the padded dispatcher."""
     return isinstance(getattr(module, "token_dispatcher", None), PaddedAlltoAllTokenDispatcher)
+
+
+def device_of(chunks: list[Any]) -> torch.device:
+    """Return a model's device; a chunk has no parameters if the pipeline's layout gives it none."""
+    return next(parameter for chunk in chunks for parameter in chunk.parameters()).device
 
 
 def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:

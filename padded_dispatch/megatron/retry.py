@@ -37,8 +37,7 @@ from padded_dispatch.config import FIT, require
 from padded_dispatch.counters import counts_in
 from padded_dispatch.megatron.compat import graph_scopes, logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
-from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, is_padded
-from padded_dispatch.megatron.telemetry import counts_kept, device_of
+from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, device_of, is_padded
 from padded_dispatch.utils.patches import Patches
 
 _log = logging.getLogger("padded_dispatch")
@@ -121,7 +120,7 @@ class Retry:
             return torch.zeros((), dtype=torch.int64, device=device_of(self.chunks))
         counts = counts_in(torch.stack([counters.totals for counters in self._counters]).sum(0))
         dropped = counts["demand_E"].sum() + counts["num_unplaced"]
-        here = counts_kept(self._layers[0].token_dispatcher)
+        here = self._layers[0].token_dispatcher.counts_kept
         return dropped - counts["kept_E"].sum() if here else dropped
 
     def _dropped_since(self, before: Tensor) -> int:

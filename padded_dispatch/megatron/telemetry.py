@@ -34,7 +34,7 @@ from padded_dispatch.config import DispatchConfig
 from padded_dispatch.counters import Ints, Snapshot, counts_in, snapshot_of
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
-from padded_dispatch.megatron.dispatcher import is_padded
+from padded_dispatch.megatron.dispatcher import device_of, is_padded
 from padded_dispatch.megatron.options import PaddedOptions
 
 _log = logging.getLogger("padded_dispatch")
@@ -280,7 +280,7 @@ class Reader:
         counts = counts_in(totals)
         if dispatcher.tp_rank == 0:
             sums[:, self._index, num_totals + rank] = counts["idle_passes"]
-        if not counts_kept(dispatcher):
+        if not dispatcher.counts_kept:
             counts["kept_E"].zero_()
         if self._counts_here:
             sums[:, self._index, :num_totals] = totals
@@ -344,19 +344,6 @@ class LayerSettings:
             shares_per_token=dispatcher.shares_per_token or 0,
             packed=dispatcher.packed,
         )
-
-
-def counts_kept(dispatcher: Any) -> bool:
-    """Return whether this rank counts the rows that are kept, and no other rank counts the same.
-
-    A store is counted at the rank of its experts; ranks that share experts receive the same rows.
-    """
-    return dispatcher.configs.training.capacity_pool == "expert" or dispatcher.tp_rank == 0
-
-
-def device_of(chunks: list[Any]) -> torch.device:
-    """Return a model's device; a chunk has no parameters if the pipeline's layout gives it none."""
-    return next(parameter for chunk in chunks for parameter in chunk.parameters()).device
 
 
 def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.compat import graph_scopes
+from padded_dispatch.megatron.dispatcher import device_of
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.retry import RandomStates
-from padded_dispatch.megatron.telemetry import device_of
 
 
 def check_random_states(device: torch.device) -> None:
