@@ -183,7 +183,7 @@ def load_traces(paths: Sequence[Path]) -> Trace:
 
     Args:
         paths: files, and folders whose `*.npy` files are taken. Steps that a resumed run did again
-            are taken once; last steps that a layer or rank of the last run lacks are left out.
+            are taken once, and last steps of a run that a layer or rank of it lacks are left out.
 
     Raises:
         ValueError: names the file, what is wrong in it, and what to do; or there is no trace.
@@ -192,12 +192,16 @@ def load_traces(paths: Sequence[Path]) -> Trace:
     files = [
         file for path in paths for file in (sorted(path.glob("*.npy")) if path.is_dir() else [path])
     ]
-    last_steps = _last_steps(files)
+    begun = {file: step for file in files if (step := steps_before(file)) is not None}
+    # The later files of any rank end a run: a rank killed before its first step has none, and
+    # neither has the disk of a host that left the run.
+    starts = sorted({*begun.values()})
+    ends: dict[int | None, int] = dict(pairwise(starts))
     traces: dict[Path, Trace] = {}
     for file in files:
         trace = _load(file)
         if trace is not None:
-            kept = trace.steps <= last_steps.get(file, math.inf)
+            kept = trace.steps <= ends.get(begun.get(file), math.inf)
             if kept.any():
                 traces[file] = trace if kept.all() else trace.where(kept)
     if not traces:
@@ -206,9 +210,10 @@ def load_traces(paths: Sequence[Path]) -> Trace:
             "none; give the folder of `train --trace`"
         )
     merged = merge(traces)
-    newest = merged.steps >= max(trace.steps.min() for trace in traces.values())
-    last, steps = _last_common_step(merged, newest), np.unique(merged.steps)
-    return merged.where(merged.steps <= last) if last in steps[-3:-1] else merged
+    kept, run = np.zeros(merged.num_records, bool), np.searchsorted(starts, merged.steps)
+    for number in np.unique(run):
+        kept |= (run == number) & (merged.steps <= _last_common_step(merged, run == number))
+    return merged if kept.all() else merged.where(kept)
 
 
 def steps_before(file: Path) -> int | None:
@@ -217,27 +222,16 @@ def steps_before(file: Path) -> int | None:
     return int(step) if step.isdecimal() else None
 
 
-def _last_steps(files: Sequence[Path]) -> dict[Path, int]:
-    """Return the last valid step of every file whose run was resumed later.
+def _last_common_step(trace: Trace, of_run: NDArray[np.bool_]) -> int:
+    """Return the earliest of the last steps of every (layer, rank) of a run.
 
-    The later files of any rank count: a rank killed before its first step has none, and neither has
-    the disk of a host that left the run.
+    Those that stopped more than two steps before the run did are missing, and do not count.
     """
-    begun = {file: step for file in files if (step := steps_before(file)) is not None}
-    following = dict(pairwise(sorted({*begun.values()})))
-    return {file: following[step] for file, step in begun.items() if step in following}
-
-
-def _last_common_step(trace: Trace, newest: NDArray[np.bool_]) -> int:
-    """Return the earliest of the last steps of every (layer, rank) of the newest run.
-
-    A rank that a resumed run does without has none.
-    """
-    keys = np.stack([trace.layers, trace.ranks])[:, newest]
+    steps, keys = trace.steps[of_run], np.stack([trace.layers, trace.ranks])[:, of_run]
     _, series = np.unique(keys, axis=1, return_inverse=True)
     last = np.zeros(series.max() + 1, np.int64)
-    np.maximum.at(last, series.reshape(-1), trace.steps[newest])
-    return int(last.min())
+    np.maximum.at(last, series.reshape(-1), steps)
+    return int(last[last >= np.unique(steps)[-3:][0]].min())
 
 
 def record_bytes(num_tokens: int, top_k: int) -> int:

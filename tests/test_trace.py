@@ -173,6 +173,24 @@ def test_ranks_of_a_killed_run_end_together(tmp_path):
         assert found.steps[found.ranks == 1].tolist() == [1, 2]
 
 
+def test_ranks_of_each_run_that_was_killed_end_together(tmp_path):
+    """Behind a checkpoint of step 20 a rank had not yet written it; the next run was killed, too.
+
+    Rank 2 left long before.
+    """
+    ends = {0: (20, 26), 1: (19, 25), 2: (5, None)}
+    for rank, lasts in ends.items():
+        for begun, last in zip((0, 20), lasts, strict=True):
+            if last is not None:
+                steps = [*range(begun + 1, last + 1)]
+                part = small_trace(steps=steps, layers=[1] * len(steps), ranks=[rank] * len(steps))
+                save(part, tmp_path / f"rank-{rank:05d}-step-{begun:08d}.npy")
+    found = load_traces([tmp_path])
+    for rank, steps in ((0, [*range(1, 20), *range(21, 26)]), (2, [1, 2, 3, 4, 5])):
+        assert found.steps[found.ranks == rank].tolist() == steps
+    assert np.array_equal(found.steps[found.ranks == 1], found.steps[found.ranks == 0])
+
+
 def file_of(array, *, allow_pickle=False) -> bytes:
     file = io.BytesIO()
     np.save(file, array, allow_pickle=allow_pickle)
