@@ -134,8 +134,8 @@ class Telemetry:
             )
         self.layers: tuple[int, ...] = tuple(settings)
         config: Any = get_model_config(chunks[0])
-        self._reader = Reader(local, settings, [None], config, device_of(chunks), step)
-        self._warnings = Warnings()
+        logs, device = dist.get_rank() == 0, device_of(chunks)
+        self._reader = Reader(local, settings, [None], config, device, step, logs=logs)
         for layer in local.values():
             layer.token_dispatcher.configs.controlled = True
         self._reader.finish(self._reader.start(step))
@@ -171,31 +171,8 @@ class Telemetry:
 
     def follow(self, snapshots: Snapshots) -> Snapshots:
         """Follow `on_overflow` for snapshots that `take` returned, and return them."""
-        self._warnings.follow(snapshots, self._reader.settings, logs=dist.get_rank() == 0)
+        self._reader.follow(snapshots)
         return snapshots
-
-
-class Warnings:
-    """Follower of `on_overflow`: it warns of the 1st, 2nd, 4th ... reading that dropped."""
-
-    def __init__(self) -> None:
-        self._number = 0
-
-    def follow(self, snapshots: Snapshots, settings: "LayerSettings", *, logs: bool) -> None:
-        """Follow `on_overflow` for a reading; `logs` is whether this rank does."""
-        shares_Y = np.nan_to_num(snapshots.training.dropped_share)
-        options = settings.options
-        threshold = options.overflow_threshold
-        if options.on_overflow == "retry" or not (shares_Y > threshold).any():
-            return
-        words = overflow_words(snapshots, settings)
-        if options.on_overflow == "error":
-            raise RuntimeError(
-                f"on_overflow='error': {words}, or raise overflow_threshold={threshold:g}"
-            )
-        self._number += 1
-        if self._number.bit_count() == 1 and logs:
-            _log.warning("%s (warning %d)", words, self._number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +186,7 @@ class Copy:
 
 
 class Reader:
-    """Sums the counters of layers over groups of ranks, and makes snapshots of the differences.
+    """Sums counters over groups of ranks, makes snapshots, and follows `on_overflow` for them.
 
     Args:
         local: this rank's layers, by number.
@@ -218,6 +195,7 @@ class Reader:
         config: the model's TransformerConfig.
         device: of the counters.
         step: steps done already.
+        logs: whether this rank logs warnings.
     """
 
     def __init__(
@@ -228,7 +206,10 @@ class Reader:
         config: Any,
         device: torch.device,
         step: int,
+        *,
+        logs: bool,
     ) -> None:
+        self._logs, self._num_warnings = logs, 0
         self._layers, self._groups, self._device = list(settings), groups, device
         self._dispatchers = [layer.token_dispatcher for layer in local.values()]
         self._index = torch.tensor([self._layers.index(number) for number in local], device=device)
@@ -304,6 +285,22 @@ class Reader:
         if copy.arrived is not None:
             copy.arrived.synchronize()
         self._largest = np.maximum(self._largest, copy.largest.numpy())
+
+    def follow(self, snapshots: Snapshots) -> None:
+        """Raise, or warn of the 1st, 2nd, 4th ... snapshots that dropped, as `on_overflow` says."""
+        shares_Y = np.nan_to_num(snapshots.training.dropped_share)
+        options = self.settings.options
+        threshold = options.overflow_threshold
+        if options.on_overflow == "retry" or not (shares_Y > threshold).any():
+            return
+        words = overflow_words(snapshots, self.settings)
+        if options.on_overflow == "error":
+            raise RuntimeError(
+                f"on_overflow='error': {words}, or raise overflow_threshold={threshold:g}"
+            )
+        self._num_warnings += 1
+        if self._num_warnings.bit_count() == 1 and self._logs:
+            _log.warning("%s (warning %d)", words, self._num_warnings)
 
     def _snapshot(self, phase: int, sums: Ints, largest: Ints) -> Snapshot:
         totals_YW, idle_YR = np.split(sums[phase], [self.settings.num_totals], axis=1)

@@ -18,7 +18,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from padded_dispatch.megatron.compat import captures_iteration, capturing
 from padded_dispatch.megatron.config import padded_options
-from padded_dispatch.megatron.telemetry import Copy, LayerSettings, Reader, Warnings, by_number
+from padded_dispatch.megatron.telemetry import Copy, LayerSettings, Reader, by_number
 from padded_dispatch.utils.phases import trains
 
 
@@ -36,7 +36,6 @@ class Watch:
         self._input: Callable[[], Any] = lambda: None
         self._reader: Reader | None = None
         self._pending: deque[Copy] = deque()
-        self._warnings = Warnings()
 
     def __del__(self) -> None:
         self.say()
@@ -97,6 +96,7 @@ class Watch:
                 self.layers[0].config,
                 dispatcher.counters.totals.device,
                 self.steps - 1,
+                logs=dispatcher._logs,
             )
         self._pending.append(self._reader.start(self.steps))
         self.say()
@@ -108,9 +108,7 @@ class Watch:
             if arrived is not None and not arrived.query():
                 return
             assert self._reader is not None
-            snapshots = self._reader.finish(self._pending.popleft())
-            logs = self.layers[0].token_dispatcher._logs
-            self._warnings.follow(snapshots, self._reader.settings, logs=logs)
+            self._reader.follow(self._reader.finish(self._pending.popleft()))
 
 
 _watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # Dispatchers keep them alive.
