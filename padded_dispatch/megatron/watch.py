@@ -111,7 +111,8 @@ class Watch:
             self._reader.follow(self._reader.finish(self._pending.popleft()))
 
 
-_watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()  # Dispatchers keep them alive.
+# Dispatchers keep them alive. In the order in which they were made, as on the other ranks.
+_watches: "weakref.WeakKeyDictionary[Watch, None]" = weakref.WeakKeyDictionary()
 _last: list[weakref.ref[Watch]] = []  # Where the next layer may join.
 
 
@@ -123,7 +124,7 @@ def see_pass(moe: Any, hidden_states: Any) -> None:
         if watch is None or not watch.takes(moe):
             watch = Watch(moe)
             _last[:] = [weakref.ref(watch)]
-            _watches.add(watch)
+            _watches[watch] = None
         elif moe not in watch.layers:
             watch.layers.append(moe)
         vars(moe.token_dispatcher)["watch"] = watch

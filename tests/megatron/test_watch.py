@@ -230,6 +230,20 @@ def test_a_layer_ends_with_its_graph(experts):
         assert alive() is None
 
 
+def test_a_replay_is_read_in_one_order_by_all_ranks(monkeypatch):
+    """That in which layers of several configs first ran: reading is collective."""
+    ended: list[Any] = []
+    monkeypatch.setattr(watch.Watch, "end_step", lambda self: ended.append(self))
+    monkeypatch.setattr(watch, "captures_iteration", lambda config: True)
+    with tiny.one_process():
+        layers = [tiny.padded_layer() for _ in range(8)]
+        for layer in reversed(layers):
+            layer(torch.randn(8, 1, tiny.HIDDEN))
+        watch.see_iteration()
+    first_ran = [layer.token_dispatcher.watch for layer in reversed(layers)]
+    assert [one for one in ended if one in first_ran] == first_ran
+
+
 def test_a_microbatch_calculator_is_not_needed():
     with patch.object(watch, "get_num_microbatches", lambda: (_ for _ in ()).throw(AttributeError)):
         assert watch._num_passes(SimpleNamespace(cuda_graph_impl="none")) == 1
