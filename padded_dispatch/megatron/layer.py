@@ -112,16 +112,18 @@ def padded_spec(spec: Any) -> Any:
     """Return a copy of a Megatron spec in which every `MoELayer` is a `PaddedMoELayer`.
 
     Args:
-        spec: the spec of a GPT layer, of a block of layers (`layer_specs`), of a hybrid stack
-            (`moe_layer`), or of the MoE layer itself: a ModuleSpec in 0.16 and 0.17, a
-            `functools.partial` in 0.18 and later.
+        spec: the spec of a GPT layer, of a block of layers (`layer_specs`), also of multi-token
+            prediction, of a hybrid stack (`moe_layer`), or of the MoE layer itself: a ModuleSpec in
+            0.16 and 0.17, a `functools.partial` in 0.18 and later.
 
     Raises:
-        ValueError: if the spec has no MoE layer.
+        ValueError: if the spec has no MoE layer. That of a block may have none, because a stage of
+            a pipeline may have dense layers only.
     """
     padded, num_replaced = _replace(spec)
     kind = type(spec).__name__  # A whole spec fills a screen.
-    require(num_replaced > 0, "spec", kind, "contain a MoELayer", "give num_experts to the spec")
+    has_experts = num_replaced > 0 or hasattr(spec, "layer_specs")
+    require(has_experts, "spec", kind, "contain a MoELayer", "give num_experts to the spec")
     return padded
 
 
@@ -131,7 +133,8 @@ def _replace(spec: Any) -> tuple[Any, int]:
         return functools.partial(PaddedMoELayer, *spec.args, **spec.keywords), 1
     if isinstance(spec, ModuleSpec) and spec.module is MoELayer:
         return dataclasses.replace(spec, module=PaddedMoELayer), 1
-    for name in ("submodules", "mlp", "moe_layer"):
+    # The last two are layers of multi-token prediction, named so from 0.17 on and before.
+    for name in ("submodules", "mlp", "moe_layer", "mtp_model_layer", "transformer_layer"):
         if getattr(spec, name, None) is not None:
             inner, num_replaced = _replace(getattr(spec, name))
             return _with(spec, name, inner), num_replaced

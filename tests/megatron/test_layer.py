@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.mamba import mamba_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -35,6 +39,17 @@ def test_block_spec_with_dense_layers_between():
     spec = padded_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=False))
     built = [build_module(layer, config=config).mlp for layer in spec.layer_specs]
     assert [type(mlp).__name__ for mlp in built] == ["MLP", "PaddedMoELayer", "PaddedMoELayer"]
+
+
+def test_spec_of_multi_token_prediction():
+    config = tiny.config(num_layers=1, mtp_num_layers=2, normalization="RMSNorm")
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    spec = padded_spec(get_gpt_mtp_block_spec(config, block, use_transformer_engine=False))
+    for layer in spec.layer_specs:
+        inner = getattr(layer.submodules, "mtp_model_layer", None)
+        inner = inner or layer.submodules.transformer_layer
+        assert type(build_module(inner, config=config).mlp) is PaddedMoELayer
+    assert len(spec.layer_specs) == 2
 
 
 def test_spec_of_a_hybrid_stack():
@@ -69,10 +84,14 @@ def test_experts_are_built_without_the_op_fuser(monkeypatch):
 
 
 def test_spec_without_experts_is_refused():
+    with pytest.raises(ValueError, match=r"^spec must contain a MoELayer, got 'ModuleSpec'; "):
+        padded_spec(get_gpt_layer_local_spec())
+
+
+def test_a_stage_of_a_pipeline_may_have_dense_layers_only():
     config = tiny.config(num_layers=1, moe_layer_freq=[0], normalization="RMSNorm")
     dense = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    with pytest.raises(ValueError, match=r"^spec must contain a MoELayer, got 'Tran.*s'; "):
-        padded_spec(dense)
+    assert padded_spec(dense) == dense
 
 
 def test_transformer_layer_passes_its_process_groups():
