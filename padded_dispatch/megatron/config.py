@@ -5,6 +5,7 @@ The rows of `padded_dispatch.megatron.fields` decide what is refused; this modul
 
 import functools
 import logging
+import math
 import re
 from typing import Any
 
@@ -166,8 +167,12 @@ def last_layer(config: Any) -> int:
 
 
 def _check_layers(config: Any, options: PaddedOptions) -> None:
-    """Raise if `layer_factors` names a layer that the model does not have, or a dense one."""
-    last = last_layer(config)
+    """Raise if `layer_factors` names a layer that the model does not have, or a dense one.
+
+    How many layers a hybrid stack has for each token that it predicts, the config does not say.
+    """
+    hybrid = _read(config, "is_hybrid_model") and _read(config, "mtp_num_layers")
+    last = math.inf if hybrid else last_layer(config)
     for number in options.layer_factors:
         require(
             number <= last,

@@ -144,6 +144,8 @@ def test_factors_of_all_layers_with_experts_are_accepted():
     repeated.mtp_use_repeated_layer = True  # Some versions lack it.
     with pytest.raises(ValueError, match=r"^layer_factors must name layers from 1 to 2, .* 3$"):
         check_config(repeated)
+    repeated.is_hybrid_model = True  # In its pattern "E/*E/*E" the last E is layer 1 + 2.
+    check_config(repeated)
     dense = tiny.config(num_moe_experts=None, moe_ffn_hidden_size=None)
     assert dense.num_moe_experts is None
 
