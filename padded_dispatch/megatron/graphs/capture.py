@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -88,8 +89,11 @@ class LayerGraphs:
         # It captures once, and takes its numbers of chunks for the model's if it is used again.
         self._make_helper = functools.partial(helper, *given, optimizers=list(optimizers))
         self._helper = self._make_helper()
+        # A stage of a pipeline may have none, such as one of dense layers with scope `moe`.
+        num_layers = torch.tensor(len(self._helper.flattened_callables), device=device_of(chunks))
+        dist.all_reduce(num_layers)
         require(
-            self._helper.flattened_callables,
+            num_layers.item() > 0,
             "cuda_graph_modules (cuda_graph_scope before 0.18)",
             sorted(graph_scopes(config)),
             "name a part that a layer of this model has",
@@ -117,7 +121,10 @@ class LayerGraphs:
         states = RandomStates()
         try:
             with explain_out_of_memory():
-                self._helper.create_cudagraphs()
+                if self._helper.flattened_callables:
+                    self._helper.create_cudagraphs()
+                else:  # 0.16 would capture a list of no layers.
+                    self._helper._finish_capturing(self._helper._start_capturing())
         finally:
             guard.end_capture()
             cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
@@ -137,7 +144,7 @@ class LayerGraphs:
         """
         if self._helper.graphs_created():
             release(self._helper)
-            self._helper = self._make_helper()
+        self._helper = self._make_helper()
         gc.collect()
 
 

@@ -20,7 +20,14 @@ from padded_dispatch.megatron.dispatcher import _PLAN_TENSORS
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs, check_random_states
 from tests.support.graph_protocol import GraphedLayer, Tape
-from tests.support.training import Model, Training, differing_names, layers_of, with_changes
+from tests.support.training import (
+    Model,
+    Training,
+    differing_names,
+    layers_of,
+    with_changes,
+    world,
+)
 
 STOCK_DROP_AND_PAD: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
@@ -157,6 +164,27 @@ def test_a_scope_without_layers_is_refused(megatron):
         ValueError, match=r"cuda_graph_modules .*must name a part .*, got \['mamba'\]"
     ):
         training_of("mamba")
+
+
+def _captured_twice(model: Model) -> list[int]:
+    """The graphs of this rank."""
+    found = []
+    with world(model):
+        training = Training(model)
+        for number in range(2):
+            training.capture()
+            training.step(number)
+            found.append(training.num_graphs())
+            training.end()
+    return found
+
+
+def test_a_stage_of_a_pipeline_may_have_nothing_to_capture(pool2):
+    """Here one of dense layers, which takes part in what all ranks do."""
+    of_layers: dict[str, Any] = {"fields": {"moe_layer_freq": [0, 1]}, "num_layers": 2}
+    of_layers |= {"graph": "layer", "scopes": ("moe",), "options": {"experts": "module"}}
+    found = pool2.run(_captured_twice, Model(pp=2, ranks=2, **of_layers))
+    assert found == [[0, 0], [2, 2]]  # One for each microbatch.
 
 
 def test_other_ways_to_capture_are_refused(megatron):
