@@ -6,7 +6,8 @@ dimension, `[L * out]`, because that decides in Megatron's optimizers what does 
 
 Checkpoints hold single experts, as TEGroupedMLP's do, and either module loads the other's:
 
-- `state_dict`: `weight0`, `bias0`, ... of each linear, as TEGroupedLinear has them.
+- `state_dict`: `weight0`, `bias0`, ... of each linear, as TEGroupedLinear has them; only in torch's
+  FSDP, where a rank holds parts of a parameter, the parameters as they are.
 - `sharded_state_dict`: a `ShardedTensorFactory` per parameter, which makes the shards of
   `TEGroupedLinear._sharded_state_dict_grouped` and `apply_swiglu_sharded_factory`: the same keys,
   global shapes, offsets and replicas, with `singleton_local_shards` or without.
@@ -28,6 +29,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from padded_dispatch.config import require
 from padded_dispatch.experts import Sums
@@ -219,6 +221,13 @@ class StackedLinear(nn.Module):
                     "the distributed optimizer's checkpoint must keep parameters whole, got "
                     "flattened ones; set its format to fully_reshardable or dp_reshardable"
                 )
+            require(
+                not isinstance(data, DTensor),
+                "ckpt_format",
+                "torch_dist",
+                "be torch_dcp for packed experts in torch's FSDP",
+                "set it, or PaddedOptions(experts='module')",
+            )
             # Not `layout.prefix`: Megatron takes the number of a layer out of a key, where all
             # layers are alike, and an optimizer puts the name of its state in front.
             experts = key.removesuffix(name)
@@ -311,7 +320,9 @@ def require_own_weights(chunks: list[Any], optimizer: Any) -> None:
 
 
 def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name, _ in linear.named_parameters():
+    for name, parameter in linear.named_parameters():
+        if isinstance(parameter, DTensor) and not hasattr(parameter, "__fsdp_param__"):
+            continue  # torch's FSDP: a rank holds some of the experts.
         for number, value in enumerate(linear.by_expert(state.pop(f"{prefix}{name}"))):
             state[f"{prefix}{name}{number}"] = value
     state[f"{prefix}_extra_state"] = _NO_SCALES
@@ -321,7 +332,7 @@ def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *given: An
     """Put single experts together; like torch, name keys that are missing or of another shape."""
     *_, missing, _, errors = given
     for name, parameter in linear.named_parameters():
-        if f"{prefix}{name}" in state:  # From a distributed checkpoint.
+        if f"{prefix}{name}" in state:  # From a distributed checkpoint, or torch's FSDP.
             continue
         parts = []
         for number, own in enumerate(linear.by_expert(parameter.detach())):

@@ -1,4 +1,4 @@
-"""Experts of all kinds train in Megatron-FSDP as stock ones do, on two ranks over gloo."""
+"""Experts of all kinds train in Megatron-FSDP as stock ones do, and in torch's; over gloo."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +16,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 from torch.distributed import DeviceMesh, _coalescing_manager
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from padded_dispatch.megatron import PaddedOptions, dispatcher
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
@@ -198,3 +200,35 @@ def test_a_graph_of_the_iteration_holds_what_gathers_weights():
     require_weights_stay(linear, iteration)
     with pytest.raises(ValueError, match="got 'transformer_engine'; capture attn"):
         require_weights_stay(linear, graphs)
+
+
+def _in_torch_fsdp() -> str:
+    """Save and load packed experts, half of them on each rank; return what another format says."""
+    with megatron("cpu", expert_model_parallel_size=1):
+        layer = tiny.padded_layer(PaddedOptions(experts="packed"))
+        whole = {name: value.clone() for name, value in layer.named_parameters()}
+        fully_shard(layer, mesh=_mesh(dist.group.WORLD, "cpu", mesh_dim_names=("dp",)))
+        tokens = torch.randn(4, 1, tiny.HIDDEN)
+        before = layer(tokens)[0]
+        # Of DTensors each rank saves its own part.
+        saved = {name: value.clone() for name, value in layer.state_dict().items()}
+        for parameter in layer.parameters():
+            torch.nn.init.zeros_(parameter)
+        assert not layer(tokens)[0].any()
+        layer.load_state_dict(saved)
+        assert torch.equal(layer(tokens)[0], before)
+        for name, value in layer.state_dict().items():
+            if not name.endswith("_extra_state"):
+                assert isinstance(value, DTensor)
+                assert torch.equal(value.full_tensor(), whole[name])
+        sharded = layer.experts.sharded_state_dict()
+        try:
+            sharded["linear_fc1.weight"].build()
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_experts_in_torchs_fsdp_are_saved_as_they_lie(pool2):
+    for said in pool2.run(_in_torch_fsdp):
+        assert said.startswith("ckpt_format must be torch_dcp for packed experts in torch's FSDP")
