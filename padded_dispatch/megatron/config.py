@@ -28,7 +28,10 @@ _log = logging.getLogger("padded_dispatch")
 # The dispatcher's word in Megatron's config.
 NAME = "padded_alltoall"
 
-# Fields that decide what ranks compute, beside all `moe_...`.
+_FIELDS: Any = TransformerConfig.__dataclass_fields__
+MOE_FIELDS = tuple(name for name in _FIELDS if name.startswith("moe_"))
+
+# Fields that decide what ranks compute, beside these.
 _COMPARED = (
     "add_bias_linear",
     "cuda_graph_impl",
@@ -129,13 +132,12 @@ def take_over(config: Any) -> None:
     It goes before Megatron's own checks, which want the other dispatcher for such settings, and
     after them, since they derive one field from another.
     """
-    fields: Any = TransformerConfig.__dataclass_fields__
     for name, note in REPLACED.items():
-        if name not in fields or _read(config, name) in (None, fields[name].default):
+        if name not in _FIELDS or _read(config, name) in (None, _FIELDS[name].default):
             continue
         log_once(f"set for another dispatcher: {name}={_read(config, name)!r}: {note}")
         if name not in KEPT:
-            setattr(config, name, fields[name].default)
+            setattr(config, name, _FIELDS[name].default)
 
 
 def check_pipeline(config: Any) -> None:
@@ -224,8 +226,7 @@ def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
 
     The ranks of a layer must have the same.
     """
-    moe = [name for name in TransformerConfig.__dataclass_fields__ if name.startswith("moe_")]
-    fields = {name: _read(config, name) for name in (*moe, *_COMPARED)}
+    fields = {name: _read(config, name) for name in (*MOE_FIELDS, *_COMPARED)}
     # As text, a recipe is the patterns of its modules.
     recipe = fields["quant_recipe"]
     fields["quant_recipe"] = getattr(recipe, "__dict__", recipe)

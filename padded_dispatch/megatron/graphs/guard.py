@@ -19,7 +19,6 @@ so the loader is guarded for all models.
 """
 
 import atexit
-import dataclasses
 import functools
 import gc
 import operator
@@ -32,7 +31,6 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoad
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaGraphRunner
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
@@ -44,14 +42,11 @@ from padded_dispatch.megatron.compat import (
     logged_tensors,
     put_logged_back,
 )
-from padded_dispatch.megatron.config import is_ours
+from padded_dispatch.megatron.config import MOE_FIELDS, is_ours
 from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, is_padded
 from padded_dispatch.utils.patches import PATCHED, Patches
 
-_FIELDS = (
-    *(f.name for f in dataclasses.fields(TransformerConfig) if f.name.startswith("moe_")),
-    *("fp8", "fp8_recipe", "fp4", "fp4_recipe"),
-)
+_FIELDS = *MOE_FIELDS, "fp8", "fp8_recipe", "fp4", "fp4_recipe"
 _read_fields = operator.itemgetter(*_FIELDS)
 _NAMES = ("training", "dispatch_config", *_FIELDS)
 _NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatches", *_NAMES)
