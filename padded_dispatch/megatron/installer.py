@@ -91,14 +91,15 @@ def _wrap_post_init(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         take_over(self)
         with Patches() as patches:
             patches.set(self, "moe_token_dispatcher_type", "alltoall")
-            if captures_moe(self):
-                # Megatron accepts scope `moe` only with both; shapes here are static without.
-                patches.set(self, "moe_pad_expert_input_to_capacity", True)
-                factor = self.moe_expert_capacity_factor
-                if factor is None or factor < 0:
-                    self.moe_expert_capacity_factor = None
-                    factor = float(self.num_moe_experts or 1)
-                    patches.set(self, "moe_expert_capacity_factor", factor)
+            factor = self.moe_expert_capacity_factor
+            if factor is not None and factor < 0:
+                self.moe_expert_capacity_factor = None
+            # Stock's router drops, which some kinds of load balancing forbid. Scope `moe` needs a
+            # factor and padding; shapes here are static without.
+            pads = captures_moe(self)
+            factor = float(self.num_moe_experts or 1) if pads else None
+            patches.set(self, "moe_pad_expert_input_to_capacity", pads)
+            patches.set(self, "moe_expert_capacity_factor", factor)
             post_init(self)
         if not hasattr(self, "padded_dispatch"):
             self.padded_dispatch = _options

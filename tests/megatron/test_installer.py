@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -215,6 +216,18 @@ def test_a_recipe_for_another_dispatcher_is_accepted(caplog):
         assert getattr(config, name) == (value if name in kept else fields[name].default), name
     logged = [message.split(": ")[1].split("=")[0] for message in caplog.messages]
     assert sorted(logged) == sorted(settings)
+
+
+def test_a_factor_goes_with_load_balancing_of_any_kind():
+    """Stock's router would drop before it counts, which sinkhorn and others forbid."""
+    sinkhorn = {"moe_router_load_balancing_type": "sinkhorn", "moe_expert_capacity_factor": 1.25}
+    with pytest.raises(ValueError, match="moe_expert_capacity_factor only works with aux_loss"):
+        tiny.config("alltoall", **sinkhorn)
+    install()
+    layer = tiny.layer(tiny.config(**sinkhorn, moe_pad_expert_input_to_capacity=True))
+    assert layer.config.moe_pad_expert_input_to_capacity is True
+    assert layer.token_dispatcher.dispatch_config.capacity_factor == 1.25
+    assert layer(torch.randn(6, 1, tiny.HIDDEN))[0].isfinite().all()
 
 
 def test_scopes_without_experts_need_no_factor_either():
