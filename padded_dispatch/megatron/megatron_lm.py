@@ -214,6 +214,7 @@ class _Loop:
     def __init__(self, training: Any) -> None:
         self._training = training
         self._run: _Run | None = None
+        self._chunks: list[Any] | None = None
 
     def train_step(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
         """Run one step."""
@@ -255,21 +256,25 @@ class _Loop:
         return ends
 
     def _end(self) -> None:
-        run, self._run = self._run, None
+        run, self._run, self._chunks = self._run, None, None
         if run is not None:
             run.finish()
 
     def _run_of(self, chunks: list[Any], optimizer: Any, steps_done: int) -> _Run | None:
         """Return the run of a model, which starts if it is another one; None without our layers.
 
-        A dense model may have our word in its config.
+        A dense model may have our word in its config. Where `padded_spec` built the layers, a
+        stage of a pipeline without one does not know it, so all ranks are asked.
         """
-        if self._run is None or self._run.chunks is not chunks:
+        if self._chunks is not chunks:
             config: Any = get_model_config(chunks[0])
-            ours = is_ours(config) and config.num_moe_experts is not None
-            if ours:
+            ours = [False] * dist.get_world_size()
+            if config.num_moe_experts is not None:
+                dist.all_gather_object(ours, is_ours(config))
+            if any(ours):
                 require_own_weights(chunks, optimizer)
-            self._run = _Run(self._training, chunks, step=steps_done) if ours else None
+            self._run = _Run(self._training, chunks, step=steps_done) if any(ours) else None
+            self._chunks = chunks
         return self._run
 
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from padded_dispatch import recorder as recorders
@@ -246,6 +247,24 @@ def test_other_models_train_as_before(loop, monkeypatch, kind):
     step(loop, training)
     loop.training_log({}, {}, 2, 0)
     assert loop.calls == [training.schedule] and loop.lines == [(2, {})]
+
+
+def _follows(rank_of_layers: int | None) -> bool:
+    """Return whether this rank follows the steps of a model that `padded_spec` built."""
+    config = SimpleNamespace(moe_token_dispatcher_type="alltoall", num_moe_experts=2)
+    if dist.get_rank() == rank_of_layers:
+        config.has_padded_layers = True
+    with (
+        patch.object(megatron_lm, "_Run", lambda *given, **named: True),
+        patch.object(megatron_lm, "require_own_weights", lambda *given: None),
+    ):
+        return bool(megatron_lm._Loop(None)._run_of([SimpleNamespace(config=config)], None, 0))
+
+
+def test_a_stage_without_layers_follows_those_that_have_some(pool2):
+    """What follows calls collectives."""
+    assert pool2.run(_follows, 1) == [True, True]
+    assert pool2.run(_follows, None) == [False, False]
 
 
 def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, monkeypatch, caplog):
