@@ -182,6 +182,7 @@ def _differing(what: str) -> str:
     given = torch.zeros(num_tokens, 3), torch.zeros(num_tokens, 4), torch.zeros(num_tokens, 4) > 0
     fc1_LGD = torch.zeros(1 if what == "weights" and other else 2, 2, 3)
     weights = ExpertWeights(fc1_LGD=fc1_LGD, fc2_LDF=torch.zeros(2, 3, 1))
+    given = given[0].to("meta" if what == "device" and other else "cpu"), *given[1:]
     given[1].requires_grad_(what == "probabilities" and other)
     fc1_LGD.requires_grad_(what == "frozen" and other)
     try:
@@ -207,6 +208,7 @@ def _differing(what: str) -> str:
         ("frozen", "any need gradients is False on rank 0, True on rank 1"),
         ("none", "num_tokens must be at least 1, got 0"),
         ("tokens", "T is 3 on rank 0, 4 on rank 1"),
+        ("device", "device is cpu on rank 0, meta on rank 1"),
         ("factor", "capacity_factor is 1.0 on rank 0, 1.01 on rank 1"),
     ],
 )

@@ -141,7 +141,7 @@ def agree_on_shapes(
     Args:
         agreement: over the layer's groups.
         config: of the pass.
-        tokens_TD: its D and dtype are read as well.
+        tokens_TD: its D, dtype and kind of device are read as well.
         rules: further values that must be equal on all ranks.
         any_tokens: ranks may have different T; for passes with `FIT`, which take as many slots as
             the largest T: see `Agreement.largest`.
@@ -157,6 +157,7 @@ def agree_on_shapes(
         # All sizes follow from these.
         D=hidden_size,
         dtype=tokens_TD.dtype,
+        device=tokens_TD.device.type,
         T="any but 0" if any_tokens and num_tokens else num_tokens,
         **vars(config),
         **shapes,

@@ -214,6 +214,7 @@ def test_all_that_decides_a_result_is_compared():
         "T": "8",
         "D": "3",
         "dtype": "torch.float32",
+        "device": "cpu",
         "layout": "padded",
         "rule": "7",
         "gradients are enabled": "True",
