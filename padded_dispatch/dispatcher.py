@@ -145,16 +145,15 @@ class PaddedDispatcher:
     ) -> tuple[Selection, Tensor, Wire]:
         """Return what a pass keeps at the source, its choices' probabilities, and its exchange."""
         config, packed = self.config, weights is not None  # Others read padded cells.
-        fc1_LGD, fc2_LDF = (weights.fc1_LGD, weights.fc2_LDF) if weights else (None, None)
-        given = {"probs_TE": probs_TE, "map_TE": map_TE, "fc1_LGD": fc1_LGD, "fc2_LDF": fc2_LDF}
-        shapes = {name: None if one is None else tuple(one.shape) for name, one in given.items()}
-        leaves = tokens_TD, probs_TE, *(vars(weights).values() if weights else ())
-        # What is given is compared as well, so that all ranks raise if one lacks an argument.
+        given = {"probs_TE": probs_TE, "map_TE": map_TE} | (vars(weights) if weights else {})
+        given = {name: one for name, one in given.items() if isinstance(one, Tensor)}
+        shapes = {name: tuple(one.shape) for name, one in given.items()}
+        leaves = tokens_TD, *given.values()
         rules = (
             ("packed", packed),
             ("dtype of probabilities", probs_TE.dtype),
             ("probabilities need gradients", probs_TE.requires_grad),
-            ("any need gradients", any(getattr(leaf, "requires_grad", False) for leaf in leaves)),
+            ("any need gradients", any(leaf.requires_grad for leaf in leaves)),
             ("activation", activation),
             *((f"shape of {name}", shape) for name, shape in shapes.items()),
         )
@@ -170,12 +169,13 @@ class PaddedDispatcher:
         (num_tokens, width), device = tokens_TD.shape, tokens_TD.device
         of_map = num_tokens, config.num_experts
         wanted: dict[str, tuple[int, ...]] = {"probs_TE": of_map, "map_TE": of_map}
-        if fc2_LDF is not None and activation is not None:
-            local, ffn = config.num_local_experts, fc2_LDF.shape[2]
-            wanted["fc1_LGD"] = local, (1 + activation.gated) * ffn, width
-            wanted["fc2_LDF"] = local, width, ffn
-        for name, shape in wanted.items():
-            require(shapes[name] == shape, name, shapes[name], f"have shape {shape}")
+        if weights is not None and activation is not None:
+            local, ffn = config.num_local_experts, shapes["fc2_LDF"][-1]
+            fc1_width = (1 + activation.gated) * ffn
+            wanted |= {"fc1_LGD": (local, fc1_width, width), "fc2_LDF": (local, width, ffn)}
+            wanted |= {"fc1_bias_LG": (local, fc1_width), "fc2_bias_LD": (local, width)}
+        for name, shape in shapes.items():
+            require(shape == wanted[name], name, shape, f"have shape {wanted[name]}")
         key = packed, device.type
         if key not in self._exchanges:
             self._exchanges[key], _ = choose(config, *self._how, packed=packed, device=device)

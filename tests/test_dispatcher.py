@@ -223,6 +223,8 @@ def test_ranks_that_differ_all_raise(what, words):
         ("map_TE", r"must have shape \(3, 4\), got \(3, 5\)"),
         ("fc1_LGD", r"must have shape \(4, 2, 3\), got \(4, 1, 3\)"),
         ("fc2_LDF", r"must have shape \(4, 3, 1\), got \(3, 3, 1\)"),
+        ("fc1_bias_LG", r"must have shape \(4, 2\), got \(4, 1\)"),
+        ("fc2_bias_LD", r"must have shape \(4, 3\), got \(4, 1\)"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(what, words):
@@ -230,7 +232,8 @@ def test_shapes_that_do_not_fit_are_refused(what, words):
     map_TE = torch.zeros(3, 5 if what == "map_TE" else 4, dtype=torch.bool)
     fc1_LGD = torch.zeros(4, 1 if what == "fc1_LGD" else 2, 3)
     fc2_LDF = torch.zeros(3 if what == "fc2_LDF" else 4, 3, 1)
-    weights = ExpertWeights(fc1_LGD=fc1_LGD, fc2_LDF=fc2_LDF)
+    biases = {what: torch.zeros(4, 1)} if "bias" in what else {}
+    weights = ExpertWeights(fc1_LGD=fc1_LGD, fc2_LDF=fc2_LDF, **biases)
     dispatcher = PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2))
     with pytest.raises(ValueError, match=f"^{what} {words}$"):
         dispatcher.run(torch.zeros(3, 3), probs_TE, map_TE, weights, Activation())
