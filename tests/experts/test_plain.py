@@ -5,17 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from padded_dispatch import Activation, DispatchConfig, ExpertWeights
-from padded_dispatch.exchange.collectives import Collectives
-from padded_dispatch.experts import Call, Sums, plain, run
-from padded_dispatch.experts.store import Room, fitting
+from padded_dispatch.experts import plain
+from padded_dispatch.experts.store import Room
 from padded_dispatch.kernels import layout
-from padded_dispatch.routing.plan import choice_probs, make_plan
 from tests.support import reference
 from tests.support.device import equal, here
-from tests.support.whole_layers import make_case
 
 NUMBERS = "idle", "num_again", "max_need"
 
@@ -110,58 +105,6 @@ def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
         layout.release(there_top, in_kernel)
         equal((top, there_top))
     assert top.tolist() == [0, 0, store.low]
-
-
-# One rank, one layer: where gradients of weights go, and dtypes.
-
-
-def one_layer(**given: Any) -> tuple[ExpertWeights, Tensor, dict[str, Tensor]]:
-    """Return weights, the output of a pass, and its leaves; expert 1 of 3 has no row."""
-    config = DispatchConfig(num_experts=3, top_k=2, capacity_pool="store")
-    case = make_case(config, ["full"], num_tokens=5)
-    leaves = {name: torch.from_numpy(v[0]) for name, v in case.layers[0].weights.items()}
-    leaves |= {"tokens_TD": torch.from_numpy(case.tokens_STD[0])}
-    leaves |= {"probs_TE": torch.rand(5, 3, generator=torch.Generator().manual_seed(1))}
-    leaves = {name: value.double().requires_grad_() for name, value in leaves.items()}
-    names = leaves.keys() - {"tokens_TD", "probs_TE"}
-    weights = ExpertWeights(**{name: leaves[name] for name in names}, **given)
-    tokens_TD = leaves["tokens_TD"]
-    plan = make_plan(torch.tensor([[True, False, True]]).repeat(5, 1), top_k=2)
-    wire = Collectives(3).start(plan, tokens_TD, 5)
-    call = Call(wire=wire, take_room=fitting)
-    prob_TK = choice_probs(leaves["probs_TE"], plan.expert_TK)
-    return weights, run(tokens_TD, prob_TK, weights, Activation(), call), leaves
-
-
-@pytest.mark.parametrize("summed", ["", "added", "stored"])
-def test_gradients_of_weights_go_where_they_are_wanted(summed):
-    _, out_TD, plain_leaves = one_layer()
-    out_TD.sum().backward()
-    given: dict[str, Any] = {}
-    shapes = {"fc1": (3, 10, 6), "fc2": (3, 6, 5)}
-    suffixes = {"fc1": "LGD", "fc2": "LDF"}
-    if summed:
-        for name, shape in shapes.items():
-            given[f"{name}_sums"] = Sums(
-                sums_LOI=torch.full(shape, 2.0 if summed == "added" else torch.nan).double(),
-                spare_LOI=torch.zeros(shape, dtype=torch.float64),
-                zeroed=torch.tensor([summed == "stored", 0], dtype=torch.int32),
-            )
-    weights, out_TD, leaves = one_layer(**given)
-    out_TD.sum().backward()
-    for name, suffix in suffixes.items():
-        leaf = leaves[f"{name}_{suffix}"]
-        wanted = plain_leaves[f"{name}_{suffix}"].grad
-        assert wanted is not None and wanted[0].any() and not wanted[1].any()
-        gradient = leaf.grad
-        assert gradient is not None and gradient.dtype == leaf.dtype
-        if summed:
-            sums = getattr(weights, f"{name}_sums")
-            gradient = sums.sums_LOI - (2 if summed == "added" else 0)
-            assert not sums.spare_LOI.any() and not sums.zeroed.any()
-        torch.testing.assert_close(gradient, wanted)
-    for name in ("tokens_TD", "probs_TE", "fc1_bias_LG", "fc2_bias_LD"):
-        assert torch.equal(leaves[name].grad, plain_leaves[name].grad), name
 
 
 def test_gradients_of_a_token_are_summed_in_fp32():
