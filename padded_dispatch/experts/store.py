@@ -207,7 +207,8 @@ class Store:
         """
         captures, stack = is_capturing(), None
         for one in self._stacks:
-            goes_on = one.captured == captures and one.num_tokens == num_tokens
+            of_pass = one.captured, one.num_tokens, one.top.device
+            goes_on = of_pass == (captures, num_tokens, count_SL.device)
             if goes_on and -1 < one.last < numbers[-1] < len(one.rooms):
                 stack = one
         if stack is None:
@@ -229,7 +230,7 @@ class Store:
         # A capture may also take over what eager passes have left.
         for stack in sorted(self._stacks, key=attrgetter("captured")):
             if stack.last < 0 and stack.captured <= captures:
-                if stack.num_rows >= num_rows:
+                if stack.num_rows >= num_rows and stack.top.device == device:
                     found = stack
                 elif not stack.captured:
                     self._stacks.remove(stack)

@@ -156,6 +156,17 @@ def test_a_call_with_other_tokens_than_the_pass():
     assert [room.most for room in rooms] == [80, 160, 80]
 
 
+def test_calls_on_another_device_have_other_stacks():
+    """As where a model is tried on a CPU before it moves."""
+    store, there = make_store(1, 1), COUNT.to("meta")
+    room, moved = take(store, 0), store.take([1], 10, there)
+    assert moved.first and moved.top is not None and moved.top.device == there.device
+    moved.close()
+    room.close()
+    again = store.take([0], 10, there)
+    assert again.stack is moved.stack and store._stacks == [moved.stack]
+
+
 def test_buffers_are_made_once_for_each_shape():
     store = make_store(1)
     room = take(store, 0)
