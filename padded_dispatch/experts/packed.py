@@ -201,7 +201,7 @@ class _Pass(torch.autograd.Function):
             grad_fc1 = _weight_gradient(grad_fc1_MG, rows_ND, segments, True, weights.fc1_sums)
         if kept.room.top is not None and gives_back:  # That was the last use of the rows.
             layout.release(kept.room.top, kept.found)
-        kept.room.close()
+            kept.room.close()
         return grad_TD, grad_TK, grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias, None, None, None
 
 

@@ -225,5 +225,5 @@ class _Release(torch.autograd.Function):
         (room, offsets, before), ctx.given = ctx.given, None
         if room.gives_back():
             release(room.top, offsets, before)
-        room.close()
+            room.close()
         return grad_SPD, None, None, None

@@ -92,7 +92,8 @@ class _Stack:
     def last(self) -> int:
         """Number of the last call with rows here; -1 if there is none.
 
-        Where that pass broke off no call may follow: its rows would lie behind rows of the dead.
+        Where it did not give them back no call may follow: its rows would lie behind rows of the
+        dead.
         """
         if not any(entry() for entry in self.entries):
             self.entries.clear()
@@ -142,24 +143,16 @@ class Room:
         Not where calls behind it have rows: it leaves these alone, and computes rows that were
         overwritten again in memory of its own.
         """
-        return self.stack is not None and not self._behind()
-
-    def _behind(self) -> list[Entry]:
-        """Return the marks of calls behind this one that have rows."""
-        assert self.stack is not None and self.entry is not None
+        if self.stack is None or self.entry is None:
+            return False
         entries = self.stack.entries
-        marks = entries[entries.index(weakref.ref(self.entry)) + 1 :]
-        return [entry for mark in marks if (entry := mark()) is not None]
+        behind = entries[entries.index(weakref.ref(self.entry)) + 1 :]
+        return not any(mark() for mark in behind)
 
     def close(self) -> None:
-        """Take the mark off the stack, once backward has issued its last use of the rows."""
-        if self.stack is not None:
-            assert self.entry is not None
-            entries, mark = self.stack.entries, weakref.ref(self.entry)
-            if self._behind():  # `top` stays above its rows: a dead mark, which no call follows.
-                entries[entries.index(mark)] = weakref.ref(Entry(number=self.entry.number))
-            else:
-                entries.remove(mark)
+        """Take the mark off the stack, as backward lowers `top`; else it dies with the pass."""
+        assert self.stack is not None and self.entry is not None
+        self.stack.entries.remove(weakref.ref(self.entry))
 
 
 # Returns the room of the pass that begins, whose sources send `count_SL` rows: see `room_of_pass`.
