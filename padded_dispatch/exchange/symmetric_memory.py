@@ -198,16 +198,17 @@ def _require_room(
 ) -> None:
     """Raise on all ranks if memory does not fit on one of them; else log its size."""
     free_gib = min(gather_objects(group, _free_bytes(device))) / 2**30
-    if num_bytes / 2**30 > free_gib:
+    needed_gib = num_bytes / 2**30
+    if needed_gib > free_gib:
         raise ValueError(
             f"the buffers of exchange='direct' must fit on every rank, got "
-            f"{num_bytes / 2**30:.2f} GiB for {shape} and a rank with {free_gib:.2f} GiB free; "
+            f"{needed_gib:.2f} GiB for {shape} and a rank with {free_gib:.2f} GiB free; "
             "lower the number of tokens per rank, or set exchange='alltoall'"
         )
     if dist.get_rank() == 0:
         _log.info(
             "direct exchange: %.2f GiB on each of %d ranks, shared by all layers, for %d tokens",
-            num_bytes / 2**30,
+            needed_gib,
             group.size(),
             shape.num_slots,
         )

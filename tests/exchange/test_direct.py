@@ -79,7 +79,8 @@ def test_layers_of_different_shapes_share_memory(caplog):
     with caplog.at_level("INFO", "padded_dispatch"):
         assert run_on_threads(2, _direct, layers, "uniform") == [([], 16)] * 2
     # One line of the job for each allocation.
-    assert [text.partition(", for ")[2] for text in caplog.messages] == ["3 tokens", "5 tokens"]
+    line = "direct exchange: 0.00 GiB on each of 2 ranks, shared by all layers, for"
+    assert caplog.messages == [f"{line} 3 tokens", f"{line} 5 tokens"]
 
 
 def _different_tokens() -> list[str]:

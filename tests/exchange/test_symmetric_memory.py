@@ -1,4 +1,4 @@
-"""Memory that all ranks can write to: its size in logs, its barriers, and what is refused.
+"""Memory that all ranks can write to: peaks that count it, its barriers, and what is refused.
 
 No test here needs a GPU: what torch and the driver would do is replaced. `test_direct` has buffers.
 """
@@ -158,22 +158,6 @@ def test_processes_meet_in_one_folder_of_one_host(pool2, monkeypatch, tmp_path):
     assert symmetric_memory._folder() != here
     monkeypatch.setenv("TMPDIR", "/none/such")
     assert symmetric_memory._folder() == "no /none/such"
-
-
-def test_one_line_of_a_job_has_the_size_in_words(monkeypatch, rendezvous, caplog):
-    monkeypatch.setattr(symmetric_memory, "gather_objects", lambda group, value: [value])
-    monkeypatch.setattr(symmetric_memory, "_free_bytes", lambda device: 2**40)
-    monkeypatch.setattr(PeerMemory, "addresses", Mock())
-    sizes: Any = {"top_k": 2, "num_local_experts": 1, "width": 2**20, "dtype": torch.bfloat16}
-    with caplog.at_level("INFO", "padded_dispatch"):
-        for rank in (1, 0):
-            monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-            group = group_of()
-            for num_slots in (16, 16, 8):  # Layers of one shape, and of a smaller one.
-                shape = symmetric_memory.Shape(num_slots=num_slots, **sizes)
-                symmetric_memory.buffers_for(group, shape, CPU)
-    line = "0.09 GiB on each of 2 ranks, shared by all layers, for 16 tokens"
-    assert caplog.messages == [f"direct exchange: {line}"]
 
 
 def test_a_gpu_out_of_reach_is_refused(machine):
