@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -152,6 +153,7 @@ class PaddedDispatcher:
         rules = (
             ("packed", packed),
             ("dtype of probabilities", probs_TE.dtype),
+            ("dtype of map", map_TE.dtype),
             ("probabilities need gradients", probs_TE.requires_grad),
             ("any need gradients", any(leaf.requires_grad for leaf in leaves)),
             ("activation", activation),
@@ -176,6 +178,7 @@ class PaddedDispatcher:
             wanted |= {"fc1_bias_LG": (local, fc1_width), "fc2_bias_LD": (local, width)}
         for name, shape in shapes.items():
             require(shape == wanted[name], name, shape, f"have shape {wanted[name]}")
+        require(map_TE.dtype == torch.bool, "map_TE", map_TE.dtype, "be torch.bool", "use .bool()")
         key = packed, device.type
         if key not in self._exchanges:
             self._exchanges[key], _ = choose(config, *self._how, packed=packed, device=device)

@@ -239,6 +239,15 @@ def test_shapes_that_do_not_fit_are_refused(what, words):
         dispatcher.run(torch.zeros(3, 3), probs_TE, map_TE, weights, Activation())
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
+def test_a_map_of_numbers_is_refused(dtype):
+    """`one_hot` makes such a map."""
+    dispatcher = PaddedDispatcher(DispatchConfig(num_experts=2, top_k=1))
+    words = rf"^map_TE must be torch.bool, got {dtype}; use .bool\(\)$"
+    with pytest.raises(ValueError, match=words):
+        dispatcher.dispatch(torch.ones(2, 1), torch.ones(2, 2), torch.eye(2, dtype=dtype))
+
+
 def with_frozen(case: Case, frozen: tuple[str, ...], pool: str) -> dict[str, Tensor | None]:
     """Return the gradients of one layer, of which some leaves are frozen, by their names."""
     model, rank = Model(case, pool), OneRank(case)
