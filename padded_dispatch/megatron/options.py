@@ -57,8 +57,8 @@ def read_factor_table(text: str) -> dict[int, CapacityFactor]:
     for part in [] if text in ("", "none") else text.split(","):
         key, colon, factor = part.partition(":")
         number = _number(int, key)
-        if not colon or number is None or number in table:
-            raise ValueError(f"must be NUMBER:FACTOR,... with each number once, got {text!r}")
+        if not colon or number is None or number < 1 or number in table:
+            raise ValueError(f"must be LAYER:FACTOR,... from layer 1 on, each once, got {text!r}")
         table[number] = read_factor(factor)
     return table
 
