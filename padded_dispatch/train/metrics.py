@@ -118,6 +118,7 @@ class Meter:
     def read(self) -> Row:
         """Return the figures since the last call, the same on all ranks; waits for the device."""
         steps, self._num_read = self._steps[self._num_read :], len(self._steps)
+        steps[-1].done.synchronize()
         step_ms = statistics.mean(step.start.elapsed_time(step.done) for step in steps)
         retried = [step.retried for step in steps if step.retried is not None]
         return Row(

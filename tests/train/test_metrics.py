@@ -1,6 +1,5 @@
 """Figures over all ranks: sums of losses and counts, and times."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,8 +14,30 @@ CPU = torch.device("cpu")
 FLAGS = ["--device", "cpu", "--workers", "2", "--micro-batch", "2", "--seq-length", "25"]
 
 
-def step(losses: list[float], lr: float, ms: float, retried: bool | None = None) -> Step:
-    event: Any = SimpleNamespace(elapsed_time=lambda end: ms)
+class Event:
+    """A CUDA event: it has no time before it, or one behind it, has been waited for."""
+
+    def __init__(self, ms: float, before: Any) -> None:
+        self.ms, self.before, self.ended = ms, before, False
+
+    def synchronize(self) -> None:
+        self.ended = True
+        if self.before:
+            self.before.synchronize()
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert end.ended
+        return self.ms
+
+
+def step(
+    losses: list[float],
+    lr: float,
+    ms: float,
+    retried: bool | None = None,
+    before: Step | None = None,
+) -> Step:
+    event: Any = Event(ms, before and before.done)
     tensors = [torch.tensor(loss) for loss in losses]
     return Step(losses=tensors, lr=lr, retried=retried, start=event, done=event, host_ms=0.0)
 
@@ -25,8 +46,8 @@ def _rows() -> list[Row]:
     """Return rows of two ranks; the second has no losses."""
     first = dist.get_rank() == 0
     meter = Meter(parse(FLAGS), CPU)
-    meter.add(step([1.0, 2.0] if first else [], 0.1, 1000.0, retried=True))
-    meter.add(step([4.0, 5.0] if first else [], 0.5, 3000.0, retried=False))
+    meter.add(one := step([1.0, 2.0] if first else [], 0.1, 1000.0, True))
+    meter.add(step([4.0, 5.0] if first else [], 0.5, 3000.0, False, one))
     rows = [meter.read()]
     meter.add(step([7.0] if first else [], 0.25, 1000.0))
     return [*rows, meter.read()]
