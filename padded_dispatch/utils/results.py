@@ -98,7 +98,8 @@ def require_folder(option: str, folder: Path) -> None:
 def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Append rows to the results file `path`, which is complete at any moment.
 
-    The rows join the last run with the same metadata, or start a new run.
+    The rows join the last run with the same metadata, or start a new run. Numbers that are not
+    finite, which JSON lacks, are null.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     runs = read_runs("results", path)
@@ -107,9 +108,10 @@ def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]
         same = [{"about": run_about, "rows": []}]
         runs += same
     same[-1]["rows"] += rows
+    finite = json.loads(json.dumps({"runs": runs}), parse_constant=lambda name: None)
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
+        unfinished.write_text(json.dumps(finite, indent=1) + "\n")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

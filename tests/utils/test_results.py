@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,12 @@ from padded_dispatch.utils import results
 def test_runs_are_added(tmp_path):
     path = tmp_path / "new" / "r.json"
     results.append_run(path, {"commit": "a"}, [{"ms": 1.5}])
-    results.append_run(path, {"commit": "b"}, [{"ms": None}])
+    results.append_run(path, {"commit": "b"}, [{"loss": [1.5, math.nan, -math.inf]}])
     results.append_run(path, {"commit": "a"}, [{"ms": 3}])  # It joins the run with its metadata.
     assert json.loads(path.read_text()) == {
         "runs": [
             {"about": {"commit": "a"}, "rows": [{"ms": 1.5}, {"ms": 3}]},
-            {"about": {"commit": "b"}, "rows": [{"ms": None}]},
+            {"about": {"commit": "b"}, "rows": [{"loss": [1.5, None, None]}]},
         ]
     }
     assert [p.name for p in path.parent.iterdir()] == ["r.json"]
