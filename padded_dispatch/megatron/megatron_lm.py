@@ -120,7 +120,7 @@ class _Run:
             first: the first step, which always has a line.
 
         Returns:
-            The figures, for `Telemetry.follow` behind the line; None without a line.
+            The figures, for `follow` behind the line; None without a line.
         """
         if step % self._args.log_interval != 0 and not first:
             return None
@@ -134,8 +134,20 @@ class _Run:
 
     def finish(self) -> None:
         """Show the last reading, after the last step."""
-        if (reading := self.telemetry.read()).num_steps:
+        if (reading := self.telemetry.take(now=True)).num_steps:
             self._show(reading)
+        self.follow(reading)
+        self._flush()
+
+    def follow(self, reading: Snapshots) -> None:
+        """Follow `on_overflow`; where it ends the run, all figures are written."""
+        try:
+            self.telemetry.follow(reading)
+        except RuntimeError:
+            self._flush()
+            raise
+
+    def _flush(self) -> None:
         if writer := self._training.get_tensorboard_writer():
             writer.flush()
 
@@ -244,7 +256,7 @@ class _Loop:
         reading = run.before_log(sums, step, skipped=skipped, first=first)
         result = call()
         if reading is not None:
-            run.telemetry.follow(reading)  # It may end the run.
+            run.follow(reading)
         return result
 
     def checkpoint_and_decide_exit(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:

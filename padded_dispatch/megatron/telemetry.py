@@ -155,18 +155,18 @@ class Telemetry:
 
     def read(self) -> Snapshots:
         """Return snapshots of everything since the last ones, now; waits for the device."""
-        if self._pending is not None:
-            # The next sums include the pending ones. The largest need was zeroed.
-            self._reader.take_largest(self._pending)
-            self._pending = None
-        return self.follow(self.take())
+        return self.follow(self.take(now=True))
 
-    def take(self) -> Snapshots:
+    def take(self, *, now: bool = False) -> Snapshots:
         """Return snapshots of a read that was started, else of one now; waits until it has arrived.
 
-        It costs nothing where the host waits for the device anyway.
+        It costs nothing where the host waits for the device anyway. `now`: of one now in any case.
         """
         copy, self._pending = self._pending, None
+        if now and copy is not None:
+            # The next sums include the pending ones. The largest need was zeroed.
+            self._reader.take_largest(copy)
+            copy = None
         return self._reader.finish(copy or self._reader.start(self._step))
 
     def follow(self, snapshots: Snapshots) -> Snapshots:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from padded_dispatch import recorder as recorders
 from padded_dispatch.megatron import PaddedOptions, Retry, install, megatron_lm, uninstall
 from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.megatron_lm import record_routing
+from padded_dispatch.megatron.retry import dropping_nothing
 from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
@@ -380,6 +382,19 @@ def test_an_overflow_ends_the_run_at_the_line(loop):
         train(loop, on_overflow="error")
     ((number, line),) = loop.lines
     assert (len(loop.calls), number) == (1, 1) and line["moe/dropped"] > 0
+    assert loop.tensorboard.flushed == 1
+
+
+def test_an_overflow_behind_the_last_line_is_written_before_it_ends_the_run(loop):
+    loop.get_args().log_interval, loop.get_args().exit_interval = 4, 3
+    training = Training(CASE, on_overflow="error")
+    layers = [layer for _, layer in training.moe]
+    with ExitStack() as fits, pytest.raises(RuntimeError, match="in steps 2 to 3"):
+        fits.enter_context(dropping_nothing(layers))
+        loop.before = lambda step: fits.close() if step == 2 else None
+        train(loop, training, on_overflow="error")
+    assert [step for step, _ in loop.tensorboard.scalars["moe/dropped"]] == [1, 3]
+    assert loop.tensorboard.scalars == loop.wandb.scalars and loop.tensorboard.flushed == 1
 
 
 def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):
