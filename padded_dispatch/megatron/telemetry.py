@@ -30,7 +30,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig
+from padded_dispatch.config import DispatchConfig, require
 from padded_dispatch.counters import Ints, Snapshot, counts_in, snapshot_of
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
@@ -116,7 +116,8 @@ class Telemetry:
         step: steps done already.
 
     Raises:
-        ValueError: if no rank has a layer with the padded dispatcher.
+        ValueError: if no rank has a layer with the padded dispatcher, or `layer_factors` names a
+            layer without.
     """
 
     def __init__(self, chunks: list[Any], *, every: int = 10, step: int = 0) -> None:
@@ -133,6 +134,10 @@ class Telemetry:
                 "none on any rank; set it in the config, or build the model with padded_spec"
             )
         self.layers: tuple[int, ...] = tuple(settings)
+        factors = settings[self.layers[0]].options.layer_factors
+        for number in factors:  # The config of a hybrid stack does not say which have experts.
+            rule, fix = f"name layers with experts, {self.layers}", f"leave out layer {number}"
+            require(number in settings, "layer_factors", factors, rule, fix)
         config: Any = get_model_config(chunks[0])
         logs, device = dist.get_rank() == 0, device_of(chunks)
         self._reader = Reader(local, settings, [None], config, device, step, logs=logs)

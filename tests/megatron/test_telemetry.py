@@ -237,6 +237,13 @@ def test_a_model_without_padded_layers_is_refused():
         Telemetry([chunk])
 
 
+def test_a_factor_of_a_layer_without_experts_is_refused():
+    Telemetry([model(2, 7, is_hybrid_model=True, num_layers=8, layer_factors={7: 2.0})])
+    words = r"layer_factors must name layers with experts, \(2, 7\), got .*; leave out layer 3"
+    with pytest.raises(ValueError, match=words):
+        Telemetry([model(2, 7, is_hybrid_model=True, num_layers=8, layer_factors={3: 2.0})])
+
+
 def _over_two_ranks() -> tuple[Any, Any]:
     with parity.megatron("cpu", expert_model_parallel_size=2):
         chunk = model(1, 2)
