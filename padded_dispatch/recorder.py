@@ -16,7 +16,9 @@ recording is known before it starts; n is raised where it would be too large.
 Letters: M micro-batches of a step; T tokens; K experts per token; E experts.
 """
 
+import logging
 from collections.abc import Mapping
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +31,8 @@ from padded_dispatch.config import require
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import Selection
 from padded_dispatch.trace import HEADER_BYTES, Trace, TracedRun, append, record_bytes
+
+_log = logging.getLogger("padded_dispatch")
 
 MAX_BYTES = 2**30  # of a rank's file; fewer steps are traced to fit
 
@@ -51,7 +55,10 @@ class RoutingBuffer:
 
     @torch.no_grad()
     def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
-        """Append one micro-batch and discard the first: see `RoutingObserver`."""
+        """Append one micro-batch and discard the first: see `RoutingObserver`.
+
+        One of another size is recorded as padding: the factor that it needs is relative to its T.
+        """
         require(
             probs_TE.dtype != torch.float64,
             "probs_TE.dtype",
@@ -59,6 +66,10 @@ class RoutingBuffer:
             "be at most float32, which a trace holds",
             "set moe_router_dtype='fp32'",
         )
+        num_tokens = self.ids_MTK.shape[1]
+        if len(asked_TE) != num_tokens:
+            _warn_of_size(num_tokens)
+            asked_TE, probs_TE = (t.new_zeros(num_tokens, t.shape[1]) for t in (asked_TE, probs_TE))
         expert_TK = make_plan(asked_TE, top_k=self.ids_MTK.shape[2]).expert_TK
         probs_TK = choice_probs(probs_TE, expert_TK)
         # Shifting needs no index, which a capture or a warm-up would leave at the wrong value. The
@@ -69,6 +80,11 @@ class RoutingBuffer:
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the buffers that a recorder copies."""
         return self.ids_MTK, self.probs_MTK
+
+
+@cache
+def _warn_of_size(num_tokens: int) -> None:
+    _log.warning("the trace lacks micro-batches that have other than %d tokens here", num_tokens)
 
 
 def steps_apart(

@@ -115,3 +115,15 @@ def test_probabilities_that_a_trace_cannot_hold():
     selection = select(map_TE, probs_TE, capacity=2)
     with pytest.raises(ValueError, match=r"probs_TE.dtype must .*; .* moe_router_dtype='fp32'"):
         buffer().observe(map_TE, probs_TE.double(), selection)
+
+
+def test_a_microbatch_of_another_size_is_recorded_as_padding(caplog):
+    filled = buffer()
+    observe(filled, 0)
+    for size in (3, 9):
+        map_TE = torch.ones(size, 5, dtype=torch.bool)
+        filled.observe(map_TE, map_TE.float(), select(map_TE, map_TE.float(), capacity=2))
+        assert filled.ids_MTK[1].eq(-1).all() and not filled.probs_MTK[1].any()
+    observe(filled, 1)
+    assert filled.ids_MTK[1].tolist() == choices(1)[0]
+    assert caplog.messages == ["the trace lacks micro-batches that have other than 7 tokens here"]
