@@ -95,7 +95,7 @@ class Watch:
                 [group for group in groups if group is not None and group.size() > 1],
                 self.layers[0].config,
                 dispatcher.counters.totals.device,
-                self.steps - 1,
+                0,
                 logs=dispatcher._logs,
             )
         self._pending.append(self._reader.start(self.steps))
@@ -136,6 +136,7 @@ def see_iteration() -> None:
     """Let watches see that a graph of a whole step, of which a process has one, was replayed."""
     for watch in list(_watches):
         if captures_iteration(watch.layers[0].config):
+            watch.steps += watch._left == 0  # An eager step before, if no hook has ended it.
             watch.end_step()
 
 

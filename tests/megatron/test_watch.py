@@ -244,6 +244,15 @@ def test_a_replay_is_read_in_one_order_by_all_ranks(monkeypatch):
     assert [one for one in ended if one in first_ran] == first_ran
 
 
+def test_the_last_step_before_a_replay_counts_where_its_input_gets_no_gradient(caplog, monkeypatch):
+    with tiny.one_process():
+        layer = tiny.padded_layer(moe_expert_capacity_factor=0.5)
+        monkeypatch.setattr(watch, "captures_iteration", lambda config: config is layer.config)
+        layer(torch.randn(8, 1, tiny.HIDDEN))
+        watch.see_iteration()
+    assert "found no room in steps 1 to 2 (" in said(caplog)[0]
+
+
 def test_a_microbatch_calculator_is_not_needed():
     with patch.object(watch, "get_num_microbatches", lambda: (_ for _ in ()).throw(AttributeError)):
         assert watch._num_passes(SimpleNamespace(cuda_graph_impl="none")) == 1
