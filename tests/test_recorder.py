@@ -83,8 +83,8 @@ def test_a_replayed_microbatch_is_kept_like_an_eager_one():
 
 
 def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path, monkeypatch):
-    of_step = 2 * record_bytes(7, 2) + HEADER_BYTES
     """Also one that is resumed behind an odd number of steps."""
+    of_step = 2 * record_bytes(7, 2) + HEADER_BYTES
     sizes = dict(num_records=2, num_tokens=7, top_k=2)
     for done, end, steps_that_fit, every in (
         *((0, 6, 3, 2), (0, 6, 2, 4), (0, 6, 1, 4)),
