@@ -127,7 +127,7 @@ def test_weights_are_quantized_once_and_again_after(how):
     for parameter in made.experts.parameters():
         parameter.data.div_(2)
     REFRESHES[how](made)
-    made.train()
+    other.train(made.training)
     with torch.no_grad():
         other.load_state_dict(made.state_dict())
     after = output(other)
