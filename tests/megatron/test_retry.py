@@ -6,9 +6,7 @@ layers run eagerly for a while.
 
 import contextlib
 import dataclasses
-import itertools
 import random
-from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer.module import GraphableMegatronModule
 
+from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, Retry, Telemetry, retry
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.retry import (
@@ -31,107 +30,19 @@ from padded_dispatch.megatron.retry import (
     set_generators,
     without_graphs,
 )
-from padded_dispatch.megatron.telemetry import padded_moe_layers
 from tests.megatron.test_telemetry import model
 from tests.support import tiny
-from tests.support.gpt import LOSS_SCALE
-from tests.support.training import RETRIED, Model, Training, differing_names, world
-
-HALF = dataclasses.replace(RETRIED, dtype=torch.float16, steps=6)
-
-
-def test_an_overflow_in_the_run_that_is_taken_back_leaves_the_loss_scale_alone(alone):
-    case = HALF
-    with world(case):
-        never = Training(dataclasses.replace(case, never_drops=True))
-        retried = Training(case, on_overflow="retry")
-        assert retried.retry is not None
-        schedule = retried.retry.forward_backward_func
-
-        def overflowing(**kwargs: Any) -> list[Any]:
-            results = schedule(**kwargs)
-            for chunk in retried.chunks:
-                for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                    buffer.grad_data.fill_(torch.inf)
-            return results
-
-        retried.retry.forward_backward_func = overflowing
-        found, scales = [], [LOSS_SCALE]
-        for number in range(case.steps):
-            wanted, given = never.step(number), retried.step(number)
-            assert differing_names(wanted, given) == []
-            found.append(bool(given["found_inf 0"]))
-            scales.append(given["loss scale 0"].item())
-        assert retried.retry.num_retried == case.steps
-    assert set(found) == {True, False}
-    factors = [after / before for before, after in itertools.pairwise(scales)]
-    assert factors == [0.5 if overflowed else 2 for overflowed in found]
-
+from tests.support.training import RETRIED, Training, differing_names, ways_agree, world
 
 PARTS = [SimpleNamespace(name="moe")]
-ONE_MICROBATCH, THREE_MICROBATCHES = RETRIED, dataclasses.replace(RETRIED, microbatches=3)
 
 
-class DropCount:
-    """An observer that counts dropped rows of each pass."""
-
-    def __init__(self) -> None:
-        self.dropped: list[int] = []
-
-    def observe(self, asked_TE, probs_TE, selection):
-        self.dropped.append(int((asked_TE & ~selection.kept_TE).sum()))
-
-
-def count_drops(training: Training) -> dict[int, DropCount]:
-    counts = {number: DropCount() for number in padded_moe_layers(training.chunks)}
-    for number, layer in padded_moe_layers(training.chunks).items():
-        layer.token_dispatcher.observers.append(counts[number])
-    return counts
-
-
-def _drop_in_layer_2_of_the_last_rank(training: Training, skewed: list[bool]) -> None:
-    """Replace layer 2's logits: even demand, or all tokens want experts 0 and 1."""
-    layer = padded_moe_layers(training.chunks)[2]
-    original = layer.router.gating
-
-    def gating(hidden: Any) -> Any:
-        logits = original(hidden)
-        num_experts = logits.shape[-1]
-        tokens = torch.arange(logits.shape[:-1].numel()).view(*logits.shape[:-1], 1)
-        first = tokens * 0 if skewed[-1] else tokens
-        place = (torch.arange(num_experts) - first) % num_experts
-        return logits * 0.01 - place.to(logits.dtype)
-
-    layer.router.gating = gating
-
-
-def _one_drop(case: Model) -> tuple[list[str], dict[int, list[int]], tuple[int, int]]:
-    """Train with drops in step 2, in one layer of one rank; see the test."""
-    with world(case):
-        options = {"layer_factors": {2: 1.5}}
-        never = Training(case, **options)
-        retried = Training(case, on_overflow="retry", **options)
-        counts, skewed = count_drops(retried), [False]
-        for training in (never, retried):
-            _drop_in_layer_2_of_the_last_rank(training, skewed)
-        differing = []
-        for number in range(case.steps):
-            skewed.append(number == 1 and dist.get_rank() == case.ranks - 1)
-            layers = list(padded_moe_layers(never.chunks).values())
-            with dropping_nothing(layers) if number == 1 else contextlib.nullcontext():
-                wanted = never.step(number)
-            differing += differing_names(wanted, retried.step(number))
-        assert retried.retry is not None
-        dropped = {number: count.dropped for number, count in counts.items()}
-        return differing, dropped, (retried.retry.num_retried, retried.retry.num_steps)
-
-
-def test_a_drop_in_one_layer_of_one_rank_repeats_the_step_on_all(pool2):
-    case = dataclasses.replace(RETRIED, ranks=2, ep=2, factor=2.0, steps=3)
-    first, second = pool2.run(_one_drop, case)
-    # Two microbatches of ten tokens: 20 want an expert, ceil(10 * 1.5) slots are there.
-    assert first == ([], {1: [0, 0, 0, 0], 2: [0, 0, 0, 0]}, (1, 3))
-    assert second == ([], {1: [0, 0, 0, 0], 2: [0, 10, 0, 0]}, (1, 3))
+def test_drops_on_one_rank_repeat_the_step_on_all(pool2):
+    """Of two stages of a pipeline, the first has room for all rows."""
+    options = {"layer_factors": {1: NO_DROP}}
+    case = dataclasses.replace(RETRIED, ranks=2, pp=2, microbatches=2, options=options)
+    ways = {"never": {"never_drops": True}, "repeated": {"options": {"on_overflow": "retry"}}}
+    assert pool2.run(ways_agree, case, ways) == [[], []]
 
 
 def test_a_layer_in_evaluation_inside_a_step_counts_and_logs_show_what_was_dropped(alone):
@@ -153,8 +64,8 @@ def test_a_layer_in_evaluation_inside_a_step_counts_and_logs_show_what_was_dropp
 
 
 def test_a_second_drop_raises(alone):
-    with world(ONE_MICROBATCH):
-        training = Training(ONE_MICROBATCH, on_overflow="retry")
+    with world(RETRIED):
+        training = Training(RETRIED, on_overflow="retry")
         with (
             patch.object(retry, "dropping_nothing", lambda layers: contextlib.nullcontext()),
             pytest.raises(RuntimeError, match=r"must drop no row, got \d+ dropped rows in step 1"),
@@ -164,12 +75,16 @@ def test_a_second_drop_raises(alone):
 
 def test_evaluation_passes_through_and_retries_are_logged_more_and_more_rarely(alone, caplog):
     calls = []
-    with world(ONE_MICROBATCH):
-        training = Training(ONE_MICROBATCH, on_overflow="retry")
+    with world(RETRIED):
+        training = Training(RETRIED, on_overflow="retry")
         wrapper = Retry(lambda **kwargs: calls.append(kwargs) or ["result"], training.chunks)
         assert wrapper(forward_only=True, data_iterator="anything") == ["result"]
         for number in range(5):
             training.step(number)
+        assert training.retry is not None
+        with dropping_nothing([layer for _, layer in training.moe]):
+            training.step(5)
+        assert (training.retry.num_retried, training.retry.num_steps) == (5, 6)
     assert calls == [{"forward_only": True, "data_iterator": "anything"}]
     assert wrapper.num_steps == 0
     messages = [record.getMessage() for record in caplog.records]
@@ -227,15 +142,12 @@ REFUSED: dict[str, tuple[str, Callable[[Training], object]]] = {
 @pytest.mark.parametrize("setting", REFUSED)
 def test_what_cannot_be_taken_back_is_refused_before_training(alone, setting):
     words, change = REFUSED[setting]
-    with world(ONE_MICROBATCH):
-        training = Training(ONE_MICROBATCH, on_overflow="retry")
+    with world(RETRIED):
+        training = Training(RETRIED, on_overflow="retry")
         change(training)
         with pytest.raises(ValueError) as error:
             Retry(lambda **kwargs: [], training.chunks)
     assert words in str(error.value)
-
-
-Pair = namedtuple("Pair", "ids mask")
 
 
 @pytest.fixture
@@ -259,63 +171,26 @@ def test_every_form_that_schedules_take_is_recorded_as_far_as_it_is_read():
     assert (next(first), next(second)) == ("b", "z")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Bounds:
-    ends: torch.Tensor
-    most: int = 3
-
-
-@dataclasses.dataclass
-class Output(OrderedDict[str, Any]):
-    """A mapping with attributes, as Hugging Face has them."""
-
-    more: Any = None
-
-
 @ON_CPU
 @pytest.mark.parametrize("reuses", [True, False], ids=["loader", "forward step"])
 def test_memory_that_is_written_later_does_not_matter(reuses):
     """Either the loader fills the same memory again, or the forward step changes its batch."""
+    memory = torch.zeros(2, dtype=torch.int64)
 
-    def values(number: int) -> torch.Tensor:
-        return number + 10 * torch.arange(8)
-
-    def batch(memory: torch.Tensor) -> Any:
-        """Return a batch that has all of its tensors, and an array, in this memory."""
-        ids, mask, in_queue, ends, attribute, of_output, in_output, array = memory.chunk(8)
-        nested = OrderedDict(bounds=Bounds(ends))
-        vars(nested)["more"] = attribute
-        both = Output(of_output)
-        both["ids"] = in_output
-        more = [Pair(mask, None), (array.numpy(),), deque([in_queue]), {"a set"}]
-        return UserDict(ids=ids, more=more, nested=nested, both=both)
-
-    memories = [values(0)] * 3 if reuses else [values(number) for number in range(3)]
-    batches = [batch(memory) for memory in memories]
-
-    def loader() -> Iterator[Any]:
-        for number, one in enumerate(batches):
-            if reuses:
-                memories[number].copy_(values(number))
-            yield one
+    def loader() -> Iterator[dict[str, Any]]:
+        for number in range(3):
+            ids = memory if reuses else torch.zeros_like(memory)
+            ids.fill_(number)
+            yield {"ids": ids, "more": [ids.numpy()]}
 
     recorded = record(loader())
-    for number, one in enumerate(recorded):
+    for batch in recorded:
         if not reuses:
-            memories[number].fill_(100)
-            one["more"][2].clear()
-            one["more"].append("changed")
-            one["nested"].clear()
-            del one["nested"]
-    again = list(replay(recorded))
-    assert len(again) == 3
-    for number, one in enumerate(again):
-        (pair, (array,), queue, words), nested, both = one["more"], one["nested"], one["both"]
-        assert type(one) is UserDict and type(nested) is OrderedDict and isinstance(pair, Pair)
-        assert pair.mask is None and words == {"a set"} and nested["bounds"].most == 3
-        of_nested = nested["bounds"].ends, nested.more
-        found = one["ids"], pair.ids, queue[0], *of_nested, both.more, both["ids"]
-        assert torch.cat([*found, torch.from_numpy(array)]).tolist() == values(number).tolist()
+            batch["ids"].fill_(100)
+            batch["more"].append("changed")
+            del batch["ids"]
+    again = [(batch["ids"].tolist(), *map(list, batch["more"])) for batch in replay(recorded)]
+    assert again == [([number] * 2, [number] * 2) for number in range(3)]
 
 
 def test_a_step_without_its_graph_has_batches_as_megatrons_wrapper_reads_them():
