@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from torch import Tensor
 
+from padded_dispatch.counters import Counters
 from padded_dispatch.megatron import PaddedOptions, dispatcher
 from padded_dispatch.megatron.compat import found
 from padded_dispatch.megatron.config import log_once
@@ -120,26 +121,23 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
 
 @pytest.mark.parametrize("experts", ["module", "packed"])
 def test_the_first_pass_of_recompute_is_not_counted(experts):
-    """It has no gradients; evaluation has none either, and is counted."""
-    options = PaddedOptions(experts=experts)
-    moe = tiny.padded_layer(options, moe_expert_capacity_factor=0.5)
-    dispatcher, map_TE = moe.token_dispatcher, torch.zeros(8, 4, dtype=torch.bool)
-    map_TE[:, 1:3] = experts == "packed"
+    """It has no gradients; evaluation has none either, and is counted by itself."""
+    moe = tiny.padded_layer(PaddedOptions(experts=experts), moe_expert_capacity_factor=0.5)
+    hidden, all_masked = torch.randn(8, 1, tiny.HIDDEN), torch.ones(1, 8, dtype=torch.bool)
 
-    def one_pass() -> None:
-        hidden, probs_TE = torch.randn(8, 1, tiny.HIDDEN), torch.rand(8, 4)
-        given = dispatcher.dispatch_preprocess(hidden, map_TE, probs_TE)
-        moe.experts(*dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*given)))
+    def counts(counters: Counters) -> tuple[int, ...]:
+        return int(counters.num_passes), int(counters.demand_E.sum()), int(counters.idle_passes)
 
-    with torch.no_grad():
-        one_pass()
-    assert not dispatcher.counters.totals.any() and not dispatcher.eval_counters.totals.any()
-    one_pass()
-    counters = dispatcher.counters
-    assert counters.kept_E.sum() == 16 if map_TE.any() else counters.idle_passes == 1
-    first_pass = dispatcher.counters.totals.clone()
-    one_pass()
-    assert torch.equal(dispatcher.counters.totals, 2 * first_pass)
+    found = []
+    for gradients, training in ((False, True), (True, True), (False, False)):
+        moe.train(training)
+        with torch.set_grad_enabled(gradients):
+            for mask_BS in (None, all_masked):
+                moe(hidden, padding_mask=mask_BS)
+        both = moe.token_dispatcher.counters, moe.token_dispatcher.eval_counters
+        found.append([counts(one) for one in both])
+    nothing, two_passes = (0, 0, 0), (2, 16, 1)
+    assert found == [[nothing, nothing], [two_passes, nothing], [two_passes, two_passes]]
 
 
 OVERLAPS = {"overlap_moe_expert_parallel_comm": True}

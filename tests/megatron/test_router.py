@@ -113,39 +113,6 @@ def test_ranks_that_disagree_raise(pool2):
         assert differs in words
 
 
-def test_recompute_is_counted_once_and_evaluation_separately():
-    options = PaddedOptions(experts="module", eval_factor=0.5)
-    route = router(options=options, moe_expert_capacity_factor=0.5)
-    with torch.no_grad():  # the first pass of recompute
-        route(tokens())
-    route(tokens())
-    [counters], [eval_counters] = route.dispatcher.observers, route.dispatcher.eval_observers
-    assert counters.demand_E.tolist() == [T, T, 0, 0]
-    assert counters.kept_E.tolist() == [3, 3, 0, 0]
-    assert (counters.num_slots.item(), counters.num_passes.item()) == (12, 1)
-    assert not eval_counters.totals.any()
-    route.eval()
-    with torch.no_grad():
-        for _ in range(2):
-            route(tokens()[:8])
-    assert eval_counters.demand_E.tolist() == [16, 16, 0, 0]
-    assert eval_counters.kept_E.tolist() == [4, 4, 0, 0]
-    assert eval_counters.num_passes.item() == 2
-    assert counters.num_passes.item() == 1
-
-
-def test_dropping_does_not_change_the_aux_loss():
-    losses = {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss"}
-    gradients = []
-    for factor in (None, 0.25):
-        route = router(moe_expert_capacity_factor=factor, **losses)
-        probs_TE, _ = route(tokens())
-        (probs_TE * 0).sum().backward()  # the auxiliary loss adds its gradient by itself
-        gradients.append(route.weight.grad)
-    assert gradients[0].abs().sum() > 0
-    assert torch.equal(*gradients)
-
-
 def test_the_router_reads_the_layers_config_but_sees_no_factor(monkeypatch):
     losses = {"moe_aux_loss_coeff": 0.25, "moe_router_load_balancing_type": "aux_loss"}
     layer = tiny.padded_layer(moe_expert_capacity_factor=0.5, **losses)
