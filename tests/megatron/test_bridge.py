@@ -129,38 +129,21 @@ def test_bridge_finds_how_ranks_split_experts(pool2):
 OPTIONS = PaddedOptions(capacity_pool="store", layer_factors={1: 1.5, 2: NO_DROP}, eval_factor=2.0)
 
 
-def config(dispatcher: str = "padded_alltoall") -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=2,
-        hidden_size=8,
-        num_attention_heads=1,
-        num_moe_experts=2,
-        moe_router_topk=2,
-        moe_aux_loss_coeff=0.0,
-        moe_token_dispatcher_type=dispatcher,  # pyright: ignore[reportArgumentType]
-    )
-
-
-class Container:
-    """Converts as the classes of Megatron-Bridge and Megatron-LM do."""
-
-    @classmethod
-    def _convert_value_to_dict(cls, value: Any) -> Any:
-        if hasattr(value, "as_dict"):
-            return value.as_dict()
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = [field.name for field in dataclasses.fields(value)]
-            return {name: cls._convert_value_to_dict(getattr(value, name)) for name in names}
-        return value
+def convert(cls: Any, value: Any) -> Any:
+    """Convert as the containers of Megatron-Bridge and Megatron-LM do."""
+    if hasattr(value, "as_dict"):
+        return value.as_dict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: cls._convert_value_to_dict(getattr(value, name)) for name in names}
+    return value
 
 
 @pytest.fixture(params=_CONTAINERS, ids=lambda names: names[0])
 def container(request, monkeypatch) -> Iterator[Any]:
     name, class_name = request.param
     module: Any = ModuleType(name)
-    made = type(
-        class_name, (), {"_convert_value_to_dict": vars(Container)["_convert_value_to_dict"]}
-    )
+    made = type(class_name, (), {"_convert_value_to_dict": classmethod(convert)})
     setattr(module, class_name, made)
     monkeypatch.setitem(sys.modules, name, module)
     yield made
@@ -169,9 +152,9 @@ def container(request, monkeypatch) -> Iterator[Any]:
 
 def test_a_saved_config_has_the_options_and_an_installed_one_has_them_again(container):
     before = vars(container)["_convert_value_to_dict"]
-    assert KEY not in container._convert_value_to_dict(config("allgather"))
+    assert KEY not in container._convert_value_to_dict(tiny.config("allgather"))
     install(OPTIONS)
-    made = config()
+    made = tiny.config(num_layers=2)
     changed = vars(container)["_convert_value_to_dict"]
     saved = container._convert_value_to_dict(made)
     assert saved["moe_token_dispatcher_type"] == "padded_alltoall"
@@ -180,7 +163,7 @@ def test_a_saved_config_has_the_options_and_an_installed_one_has_them_again(cont
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     assert saved.keys() - fields.keys() == {KEY}
     assert TransformerConfig(**fields).padded_dispatch == OPTIONS  # pyright: ignore
-    assert KEY not in container._convert_value_to_dict(config("allgather"))
+    assert KEY not in container._convert_value_to_dict(tiny.config("allgather"))
     # The class is changed once, and uninstall restores it.
     assert vars(container)["_convert_value_to_dict"] is changed is not before
     uninstall()
