@@ -20,9 +20,8 @@ from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.retry import dropping_nothing
 from padded_dispatch.megatron.stacked_linear import require_own_weights
-from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
-from tests.megatron.test_telemetry import HostCount, T, model
+from tests.megatron.test_telemetry import T, model, watch
 from tests.support import tiny
 from tests.support.gpt import megatron_adam, types_of_gpus
 from tests.support.training import RETRIED, Training, draws, forward, world
@@ -297,9 +296,7 @@ def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, m
 def test_figures_of_a_line_are_those_of_the_steps_since_the_last_one(loop, caplog, interval, read):
     loop.get_args().log_interval = interval
     training = Training(CASE)
-    counts = {n: HostCount() for n in (1, 2)}
-    for number, layer in padded_moe_layers(training.chunks).items():
-        layer.token_dispatcher.observers.append(counts[number])
+    counts = [watch(layer) for _, layer in training.moe]
     shares = []
 
     def note(step: int) -> None:
@@ -307,11 +304,10 @@ def test_figures_of_a_line_are_those_of_the_steps_since_the_last_one(loop, caplo
         if step not in read:
             return
         demand, kept = (
-            sum(getattr(count, name).sum() for count in counts.values())
-            for name in ("demand_E", "kept_E")
+            sum(getattr(count, name).sum() for count in counts) for name in ("demand_E", "kept_E")
         )
         shares.append(1 - kept / demand)
-        for count in counts.values():
+        for count in counts:
             count.__init__()
 
     loop.before = note

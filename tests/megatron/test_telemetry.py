@@ -57,11 +57,11 @@ class HostCount:
         self.largest = max(self.largest, int(demand_E.max()))
 
 
-def watch(layer: Any) -> tuple[HostCount, HostCount]:
-    counts = HostCount(), HostCount()
-    layer.token_dispatcher.observers.append(counts[0])
-    layer.token_dispatcher.eval_observers.append(counts[1])
-    return counts
+def watch(layer: Any) -> HostCount:
+    """Count the layer's training passes from now on."""
+    count = HostCount()
+    layer.token_dispatcher.observers.append(count)
+    return count
 
 
 def run(layer: Any, seed: int, *, training: bool = True) -> None:
@@ -74,7 +74,7 @@ def run(layer: Any, seed: int, *, training: bool = True) -> None:
 def test_snapshots_come_one_step_after_each_read_was_started():
     """Reads start in the first step, which a run should not wait for, and in steps 3 and 6."""
     chunk = model(1)
-    counts, _ = watch(chunk[0])
+    counts = watch(chunk[0])
     telemetry = Telemetry([model(), chunk], every=3)  # The first stage may be empty.
     found = {}
     for step in range(1, 9):
@@ -164,7 +164,7 @@ def test_an_error_ends_the_run_and_needs_telemetry():
 
 def test_an_early_read_loses_nothing_of_a_pending_one():
     chunk = model(1)
-    counts, _ = watch(chunk[0])
+    counts = watch(chunk[0])
     telemetry = Telemetry([chunk], every=1)
     run(chunk[0], 1)
     assert telemetry.step() is None
@@ -217,7 +217,7 @@ def test_scalars_have_megatrons_kind_of_names():
 )
 def test_layers_without_a_number_of_their_own_follow_the_others(numbers, expected):
     chunk = model(*numbers)
-    counts, _ = watch(chunk[0])
+    counts = watch(chunk[0])
     telemetry = Telemetry([chunk])
     run(chunk[0], 1)
     training = telemetry.read().training
@@ -251,7 +251,7 @@ def _over_two_ranks() -> tuple[Any, Any]:
         with torch.no_grad():
             chunk[1].router.weight.zero_()
             chunk[1].router.weight[:2, 0] = 1.0
-        mine = [watch(layer)[0] for layer in chunk]
+        mine = [watch(layer) for layer in chunk]
         telemetry = Telemetry([chunk])
         for step in range(3):
             run(chunk[0], step)
@@ -278,7 +278,7 @@ def _over_two_stages(on_overflow: Any) -> tuple[Any, Any, str]:
         sizes = {"num_layers": 2, "pipeline_dtype": torch.float32}
         numbers = (dist.get_rank() + 1,)
         chunk, telemetry = overflowing(numbers, on_overflow=on_overflow, **sizes)
-        [mine] = [watch(layer)[0] for layer in chunk]
+        [mine] = [watch(layer) for layer in chunk]
         passes(chunk)
         try:
             return telemetry.read().training, mine.demand_E, ""

@@ -55,15 +55,18 @@ def gpt(spec: Any = None, **fields: Any) -> Any:
         return GPTModel(tiny.config(**fields), spec, 32, max_sequence_length=LENGTH)
 
 
+def padded_gpt(way: str, *scopes: str) -> Any:
+    """Build a padded GPT by `install` or by `padded_spec`."""
+    if way == "install":
+        install()
+        return gpt(**settings(*scopes))
+    return gpt(padded_spec(tiny.layer_spec()), **settings(*scopes, dispatcher="alltoall"))
+
+
 @pytest.mark.parametrize("way", ["install", "padded_spec"])
 @pytest.mark.parametrize("scopes", [("moe",), (), ("attn",)], ids=str)
 def test_scopes_that_capture_nothing_are_rejected_in_the_first_pass(megatron, scopes, way):
-    if way == "install":
-        install()
-        layer = gpt(**settings(*scopes)).decoder.layers[0]
-    else:
-        fields = settings(*scopes, dispatcher="alltoall")
-        layer = gpt(padded_spec(tiny.layer_spec()), **fields).decoder.layers[0]
+    layer = padded_gpt(way, *scopes).decoder.layers[0]
     assert hasattr(layer, "cudagraph_manager") == ("moe" not in scopes)
     if "moe" in scopes:
         with pytest.raises(ValueError, match=NOTHING_CAPTURED):
@@ -242,13 +245,7 @@ class Manager:
 
 @pytest.mark.parametrize("way", ["install", "padded_spec"])
 def test_d23_an_evaluation_is_eager_and_a_change_raises_before_a_replay(megatron, monkeypatch, way):
-    if way == "install":
-        install()
-        model = gpt(**settings())
-    else:
-        fields = {**settings(), "dispatcher": "alltoall"}
-        model = gpt(padded_spec(tiny.layer_spec()), **fields)
-    layer, manager = model.decoder.layers[0], Manager()
+    layer, manager = padded_gpt(way).decoder.layers[0], Manager()
     layer.cudagraph_manager = manager
     given = {"hidden_states": torch.ones(LENGTH, 1, tiny.HIDDEN), "attention_mask": None}
     layer(**given)
