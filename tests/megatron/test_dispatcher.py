@@ -3,7 +3,6 @@
 import inspect
 import logging
 from contextlib import nullcontext
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +19,8 @@ from tests.support import tiny
 from tests.support.parity import megatron
 
 pytestmark = pytest.mark.usefixtures("one_process")
+
+OVERLAPS = {"overlap_moe_expert_parallel_comm": True}
 
 
 def _no_token_on_rank_0() -> str:
@@ -50,13 +51,9 @@ def test_a_layer_finds_its_factor_and_shared_experts():
         assert made.token_dispatcher.shared_experts is made.shared_experts is not None
 
 
-def test_a_layer_asks_whether_its_pipeline_would_mix_passes_up(monkeypatch):
-    def refuse(config: Any) -> None:
-        raise ValueError("mixed up")
-
-    monkeypatch.setattr("padded_dispatch.megatron.dispatcher.check_pipeline", refuse)
-    with pytest.raises(ValueError, match="mixed up"):
-        tiny.padded_layer()
+def test_a_layer_asks_whether_its_pipeline_would_mix_passes_up():
+    with pytest.raises(ValueError, match=r"^overlap_p2p_comm must be True"):
+        tiny.padded_layer(later={"virtual_pipeline_model_parallel_size": 2, **OVERLAPS})
 
 
 def test_the_first_training_pass_asks_whether_gradients_arrive(monkeypatch):
@@ -138,9 +135,6 @@ def test_the_first_pass_of_recompute_is_not_counted(experts):
         found.append([counts(one) for one in both])
     nothing, two_passes = (0, 0, 0), (2, 16, 1)
     assert found == [[nothing, nothing], [two_passes, nothing], [two_passes, two_passes]]
-
-
-OVERLAPS = {"overlap_moe_expert_parallel_comm": True}
 
 
 @pytest.mark.parametrize("experts", ["module", "packed"])
