@@ -65,17 +65,6 @@ def grads(layers: list[Any]) -> list[Tensor]:
     return found
 
 
-def run(made: Any, hidden: Tensor) -> dict[str, Tensor]:
-    """Return the output, and the gradients of the tokens and of every parameter."""
-    hidden = hidden.clone().requires_grad_()
-    made.zero_grad()
-    output, _ = made(hidden)
-    output.backward(torch.ones_like(output).cumsum(0) / 10)
-    assert hidden.grad is not None
-    found = {name: parameter.grad.clone() for name, parameter in made.named_parameters()}
-    return {"output": output.detach(), "tokens": hidden.grad, **found}
-
-
 @pytest.fixture
 def rooms_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of rooms that passes took, in their order."""
@@ -304,7 +293,7 @@ def _kept_rows(factor: float, settings: dict[str, Any]) -> Any:
     made, whole = layer("store", factor, **settings), layer("expert", None, **settings)
     whole.load_state_dict(made.state_dict())
     with patch.object(Watch, "end_step"):  # It would zero the largest need.
-        found, expected = run(made, tokens(15)), run(whole, tokens(15))
+        found, expected = (tiny.results(one, tokens(15)) for one in (made, whole))
     differs = [n for n in found if not torch.allclose(found[n], expected[n], 1e-5, 1e-6)]
     counters = made.token_dispatcher.counters
     names = ("demand_E", "kept_E", "struck", "num_again", "num_unplaced", "max_need")

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions, padded_spec, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
@@ -76,6 +77,17 @@ def changed(config: Any, **fields: Any) -> Any:
     for name, value in fields.items():
         setattr(config, name, value)
     return config
+
+
+def results(layer: Any, tokens: Tensor, **given: Any) -> dict[str, Tensor]:
+    """Return the output, and the gradients of the tokens and of every parameter."""
+    layer.zero_grad()
+    tokens = tokens.clone().requires_grad_()
+    output, _ = layer(tokens, **given)
+    output.backward(output.detach().cos())
+    assert tokens.grad is not None
+    gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+    return {"output": output.detach(), "tokens": tokens.grad, **gradients}
 
 
 @contextmanager
