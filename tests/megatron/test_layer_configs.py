@@ -1,5 +1,6 @@
 """The configs of a layer follow its router's mode and captures."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,61 +15,50 @@ from padded_dispatch.megatron.options import PaddedOptions
 from tests.support import tiny
 
 
-def layer_configs(config: Any, *, training: bool, number: int = 1, **options: Any) -> LayerConfigs:
+def layer_configs(config: Any, number: int, **options: Any) -> LayerConfigs:
     given = {"capacity_pool": "store", "num_ranks": 3, "etp_size": 1}
     config.padded_dispatch = PaddedOptions(**options)
     configs = LayerConfigs(config, **given)
-    configs.router = SimpleNamespace(training=training)
+    configs.router = SimpleNamespace(training=True)
     configs.find_factors(number)
     return configs
 
 
-@pytest.mark.parametrize(
-    ("eval_factor", "evaluation"), [(None, FIT), (NO_DROP, NO_DROP), (2.0, 2.0)]
-)
-def test_configs_follow_the_mode_of_their_router(eval_factor, evaluation):
+# By `eval_factor`: of evaluation, eager and in a capture; of text generation, likewise.
+FACTORS = {
+    None: (FIT, 1.5, FIT, NO_DROP),
+    FIT: (FIT, FIT, FIT, NO_DROP),
+    NO_DROP: (NO_DROP, NO_DROP, NO_DROP, NO_DROP),
+    2.0: (2.0, 2.0, 2.0, 2.0),
+}
+
+
+@pytest.mark.parametrize("capture", ["_IS_GRAPH_CAPTURING", "_IS_GRAPH_WARMUP"])
+@pytest.mark.parametrize("eval_factor", FACTORS, ids=str)
+def test_factors_follow_mode_capture_and_text_generation(monkeypatch, eval_factor, capture):
+    """Text is generated with a context, or in torch's inference mode, as in Megatron's engines."""
     config = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=1.5)
-    options = {"eval_factor": eval_factor, "layer_factors": {4: 2.0}}
-    for number, factor in ((3, 1.5), (4, 2.0)):
-        configs = layer_configs(config, training=True, number=number, **options)
-        assert configs.now.capacity_factor == factor
-        assert (configs.now.num_ranks, configs.now.capacity_pool) == (3, "store")
-        configs.router = SimpleNamespace(training=False)
-        assert configs.now.capacity_factor == evaluation
+    options = {"eval_factor": eval_factor, "layer_factors": {4: 3.0}}
+    other, configs = (layer_configs(config, number, **options) for number in (4, 3))
+    assert (other.now.capacity_factor, configs.now.capacity_factor) == (3.0, 1.5)
+    assert (configs.now.num_ranks, configs.now.capacity_pool) == (3, "store")
+    configs.router.training = False
+    found = []
+    for generates, captures in itertools.product((False, True), (False, True)):
+        monkeypatch.setattr(cuda_graphs, capture, captures)
+        configs.given_context = generates
+        found.append(configs.now.capacity_factor)
+        configs.given_context = False
+        with torch.inference_mode(generates):
+            assert configs.now.capacity_factor == found[-1]
+    assert tuple(found) == FACTORS[eval_factor]
 
 
-def test_evaluation_that_a_graph_captures_is_as_training():
+def test_evaluation_that_a_graph_of_iterations_captures_is_as_training():
     config = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=1.5, **iteration_graph())
-    factors = {}
-    for eval_factor in (None, FIT):
-        options = {"eval_factor": eval_factor, "layer_factors": {1: 3.0}}
-        configs = layer_configs(config, training=False, **options)
-        factors[eval_factor] = configs.now.capacity_factor
-    assert factors == {None: 3.0, FIT: FIT}
-
-
-def test_evaluation_in_a_capture_is_as_training_and_text_generation_drops_nothing(monkeypatch):
-    config = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=1.5)
-    factors = []
-    for eval_factor in (None, FIT):
-        configs = layer_configs(config, training=False, eval_factor=eval_factor)
-        for mode in ("_IS_GRAPH_CAPTURING", "_IS_GRAPH_WARMUP"):
-            for configs.given_context in (False, True):
-                with monkeypatch.context() as patch:
-                    patch.setattr(cuda_graphs, mode, True)
-                    factors.append(configs.now.capacity_factor)
-                assert configs.now.capacity_factor == FIT
-    assert factors == [*[1.5, NO_DROP] * 2, *[FIT, NO_DROP] * 2]
-
-
-@pytest.mark.parametrize("fields", [{}, iteration_graph()], ids=["no graph", "full iterations"])
-def test_factors_in_text_generation(monkeypatch, fields):
-    """In torch's inference mode, as in Megatron's engines; C = T where a pass is captured."""
-    config, factors = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=0.5, **fields), {}
-    for option in (None, FIT, 2.0):
-        configs, factors[option] = layer_configs(config, training=False, eval_factor=option), []
-        for flag in (False, True):
-            monkeypatch.setattr(cuda_graphs, "_IS_GRAPH_WARMUP", flag)
-            with torch.inference_mode():
-                factors[option].append(configs.now.capacity_factor)
-    assert factors == {None: [FIT, NO_DROP], FIT: [FIT, NO_DROP], 2.0: [2.0, 2.0]}
+    for eval_factor, evaluation in ((None, 3.0), (FIT, FIT)):
+        configs = layer_configs(config, 1, eval_factor=eval_factor, layer_factors={1: 3.0})
+        configs.router.training = False
+        assert configs.now.capacity_factor == evaluation
+        with torch.inference_mode():
+            assert configs.now.capacity_factor == FIT
