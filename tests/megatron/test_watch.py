@@ -69,22 +69,11 @@ def test_what_is_said_is_what_telemetry_reads(alone, caplog):
         assert len(said(caplog)) == 1  # Telemetry's: a loop that has one is not watched.
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"factor": 2.0},
-        {"options": {"overflow_threshold": 0.9}},
-        {"options": {"on_overflow": "retry"}},
-    ],
-    ids=str,
-)
-def test_nothing_is_said_where_nothing_is_lost(alone, caplog, changes):
-    model = with_changes(HALF, changes)
-    with world(model):
-        training = Training(model)
-        for number in range(3):
-            training.step(number)
-    assert said(caplog) == []
+def test_steps_that_a_retry_repeats_are_not_read(alone):
+    model = with_changes(HALF, {"options": {"on_overflow": "retry"}})
+    with world(model), patch.object(Reader, "start") as start:
+        Training(model).step(0)
+    start.assert_not_called()
 
 
 @pytest.mark.parametrize(
