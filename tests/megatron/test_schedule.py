@@ -16,17 +16,11 @@ from torch import Tensor
 from padded_dispatch.megatron import schedule
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.schedule import adapted, check_packed
-from tests.megatron.graphs.test_capture import unreachable
+from tests.megatron.graphs.test_capture import training_of, unreachable
 from tests.support import tiny
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.packed_sequences import packed
-from tests.support.training import Model, Training, layers_of, with_changes
-
-MODEL = Model(graph="layer", microbatches=1, options={"experts": "module"})
-
-
-def training_of(*scopes: str, **changes: Any) -> Training:
-    return Training(with_changes(MODEL, {"scopes": scopes, **changes}))
+from tests.support.training import Training, forward, layers_of
 
 
 def demand(training: Training) -> list[int]:
@@ -47,7 +41,7 @@ def test_a_step_without_a_mask_masks_nothing(megatron):
     training.losses_of(1)
     before = demand(training)
     training.losses_of(1, padding_mask=None)
-    whole = MODEL.batch * MODEL.seq * MODEL.top_k
+    whole = training.model.batch * training.model.seq * training.model.top_k
     assert [after - one for after, one in zip(demand(training), before, strict=True)] == [whole] * 2
 
 
@@ -105,25 +99,18 @@ def test_graphs_of_attention_and_samples_that_a_capture_would_mix_are_refused():
         check_packed(Layer(**fields), flattened)
 
 
-@pytest.mark.parametrize("experts", ["module", "packed"])
-def test_a_packed_row_computes_its_sequences(megatron, experts):
-    """Nothing is dropped, so each sequence has the losses that it has alone."""
-    given = {"graph": "none", "factor": 2.0, "dtype": torch.float32}
-    training = training_of(options={"experts": experts}, **given)
-    tokens = torch.arange(8)[None] * 3 % 32
-    lengths, start = [3, 1, 3], 0
+def test_the_stand_in_for_attention_separates_sequences(megatron):
+    """Nothing is dropped, so each has the losses that it has alone."""
+    training = training_of(graph="none", factor=2.0, dtype=torch.float32)
+    ids, parts = torch.arange(8)[None] * 3 % 32, ((0, 3), (3, 4), (4, 7))
 
-    def losses(part: slice, params: PackedSeqParams) -> Tensor:
-        ids, labels = tokens[:, :-1][:, part], tokens[:, 1:][:, part]
-        named = {"input_ids": ids, "position_ids": ids, "attention_mask": None}
-        return training.chunks[0](**named, labels=labels, packed_seq_params=params)[0]
+    def losses(start: int, end: int, *lengths: int) -> Tensor:
+        given = {"ids": ids[:, start : end + 1], "packed_seq_params": packed([*lengths])}
+        return forward(iter([given]), training.chunks[0])[0][0]
 
     with torch.no_grad():
-        row = losses(slice(None), packed(lengths))
-        for length in lengths:
-            part = slice(start, start + length)
-            torch.testing.assert_close(row[part], losses(part, packed([length])))
-            start += length
+        alone = [losses(start, end, end - start) for start, end in parts]
+        torch.testing.assert_close(losses(0, 7, 3, 1, 3), torch.cat(alone))
 
 
 @pytest.mark.skipif(
@@ -139,7 +126,7 @@ def test_flattened_samples_are_routed_alike(megatron):
         params.tokens_per_sample = length
         given = {"packed_seq_params": params, "padding_mask": mask_BS}
         rows.append(training.losses_of(0, batch=1, seq=6, **given))
-    assert demand(training) == [2 * 4 * MODEL.top_k] * 2
+    assert demand(training) == [2 * 4 * training.model.top_k] * 2
     torch.testing.assert_close(*rows)
 
 
