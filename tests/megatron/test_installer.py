@@ -39,14 +39,6 @@ def test_layer_is_megatrons_own_with_our_dispatcher():
     assert typing.get_args(field.type) == ("allgather", "alltoall", "flex", "padded_alltoall")
 
 
-def test_stock_configs_pass_through():
-    install()
-    layer = tiny.layer(tiny.config("allgather"))
-    assert type(layer.token_dispatcher).__name__ == "MoEAllGatherTokenDispatcher"
-    assert type(layer.router).__name__ == "TopKRouter"
-    assert not hasattr(layer.config, "padded_dispatch")
-
-
 def test_options_that_no_layer_follows_are_named_once(caplog):
     log_once.cache_clear()
     install()
@@ -236,15 +228,6 @@ def test_scopes_without_experts_need_no_factor_either():
     for graphs in (layer_graphs("attn"), {**layer_graphs(), "cuda_graph_impl": "local"}):
         config = tiny.config(moe_router_load_balancing_type="sinkhorn", **graphs)
         assert config.moe_expert_capacity_factor is None
-
-
-def test_shared_expert_overlap_is_accepted():
-    """Stock accepts it for 'alltoall' and 'flex' only."""
-    shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True}
-    with pytest.raises(ValueError, match="only works with alltoall"):
-        tiny.config(**shared)
-    install()
-    assert tiny.config(**shared).moe_token_dispatcher_type == "padded_alltoall"
 
 
 def test_an_mla_config_is_checked_once_as_well():
