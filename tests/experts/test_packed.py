@@ -27,6 +27,7 @@ from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import Buffers, Room, Store, TakeRoom, fitting, scratch
 from padded_dispatch.kernels import gemm
 from padded_dispatch.routing.plan import choice_probs, make_plan
+from tests.support.device import small_tiles
 from tests.support.direct_parity import differences
 from tests.support.threads import poisoned_memory, run_on_threads, threads_as_ranks
 from tests.support.whole_layers import OneRank, make_case, stacks_are_empty
@@ -37,9 +38,9 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def any_dtype() -> Iterator[None]:
-    """Let products take fp32: the interpreter's bf16 is none."""
-    with patch.object(gemm, "check_on_gpu", lambda *given: None):
+def products() -> Iterator[None]:
+    """Let them take fp32, since the interpreter's bf16 is none, in small tiles."""
+    with patch.object(gemm, "check_on_gpu", lambda *given: None), small_tiles():
         yield
 
 

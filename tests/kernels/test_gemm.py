@@ -4,6 +4,7 @@ Without a GPU they run in Triton's interpreter, which shows their logic; with on
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,20 +12,26 @@ from torch import Tensor
 
 from padded_dispatch.experts.scaled import quantize
 from padded_dispatch.kernels import Scaled, Segments, gemm
-from tests.support.device import DEVICE, equal, here, in_store, operand, real, segments_of
+from tests.support.device import (
+    DEVICE,
+    equal,
+    here,
+    in_store,
+    operand,
+    real,
+    segments_of,
+    small_tiles,
+)
 from tests.support.threads import poisoned_memory
 
 # The interpreter's products of bf16 are wrong (Triton 3.9): it multiplies the bits.
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
-SMALL = gemm.Tiles(rows=64, columns=32, inner=16, stages=2, warps=4)
-
 
 @pytest.fixture
-def small(monkeypatch) -> None:
-    """Let products have small tiles."""
-    monkeypatch.setattr(gemm, "_TILES", SMALL)
-    monkeypatch.setattr(gemm, "gradient_tiles", lambda *given: SMALL)
+def small() -> Iterator[None]:
+    with small_tiles():
+        yield
 
 
 SMALL_TILES = pytest.mark.usefixtures("small")

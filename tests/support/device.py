@@ -1,16 +1,27 @@
 """Tensors on the device that kernels run on: a GPU, or else the CPU in Triton's interpreter."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from hypothesis import settings
 from torch import Tensor
 
-from padded_dispatch.kernels import Segments
+from padded_dispatch.kernels import Segments, gemm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 few = settings(max_examples=15)  # The interpreter takes up to a tenth of a second for one.
+
+
+@contextmanager
+def small_tiles() -> Iterator[None]:
+    """Let products have small tiles: the interpreter computes whole ones, however few the rows."""
+    small = gemm.Tiles(rows=64, columns=32, inner=16, stages=2, warps=4)
+    with patch.multiple(gemm, _TILES=small, gradient_tiles=lambda *given: small):
+        yield
 
 
 def here(array) -> Tensor:
