@@ -12,12 +12,9 @@ from padded_dispatch.kernels import direct
 from padded_dispatch.routing.plan import Plan, plan_in_torch
 from tests.support.device import DEVICE, addresses, equal, here, ints
 
-NOTHING = -(2**31)
-
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    fill = float("nan") if dtype.is_floating_point else NOTHING
-    return torch.full(shape, fill, dtype=dtype, device=DEVICE)
+    return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
 
 
 def plan_of(map_TE: Tensor, top_k: int) -> Plan:
@@ -58,7 +55,8 @@ def test_tokens_and_plans_of_all_ranks_arrive(
     tokens = [torch.randn(num_tokens, width, device=DEVICE).to(dtype) for _ in ranks]
     probs = [torch.rand(num_tokens, top_k, device=DEVICE) for _ in ranks]
     numbers = num_ranks * slots * top_k
-    plan_buffers = [empty(3 * numbers + num_ranks * local, dtype=torch.int32) for _ in ranks]
+    # Zero, where nothing is written, would be an expert of each rank.
+    plan_buffers = [ints(*[0] * (3 * numbers + num_ranks * local)) for _ in ranks]
     for beside in (True, False):  # A forward pass, and a backward pass without the plan.
         rows = [empty(num_ranks - 1, slots, width, dtype=dtype) for _ in ranks]
         for rank in ranks:
@@ -99,23 +97,6 @@ def test_tokens_and_plans_of_all_ranks_arrive(
             equal((bits_SPK[found].view(torch.float32)[there], probs[source][there]))
             counts = buffer[3 * numbers :].view(num_ranks, local)[source]
             equal((counts, plan.kept_E[rank * local : (rank + 1) * local]))
-
-
-def test_example_of_push():
-    expert_TK, kept_E = ints([0, 3]), ints(1, 0, 0, 1).flatten()
-    rows = [empty(1, 2, 1) for _ in range(2)]
-    plans = [empty(3 * 8 + 4, dtype=torch.int32) for _ in range(2)]
-    beside = ints([0, 0]), here(torch.tensor([[0.5, 0.25]])), kept_E
-    given = here(torch.ones(1, 1)), expert_TK, addresses(*rows), addresses(*plans)
-    direct.push(*given, rank=1, num_slots=2, num_local_experts=2, beside=beside)
-    assert rows[0].nan_to_num(0).flatten().tolist() == [1, 0]
-    assert rows[1].isnan().all()
-    experts = [plan[:8].view(2, 2, 2)[1].tolist() for plan in plans]
-    assert experts == [[[0, 3], [-1, -1]], [[-2, 1], [-3, -3]]]
-    assert [plan[24:].tolist() for plan in plans] == [
-        [NOTHING, NOTHING, 1, 0],
-        [NOTHING, NOTHING, 0, 1],
-    ]
 
 
 def test_numbers_beside_rows_go_home_and_zeros_for_rows_without_room():

@@ -6,13 +6,9 @@ from torch import Tensor
 
 from padded_dispatch.experts.scaled import quantize
 from padded_dispatch.kernels import Scaled, Segments, rows
-from tests.support.device import DEVICE, addresses, here
+from tests.support.device import DEVICE, addresses, here, ints
 
 NAN = float("nan")
-
-
-def ints(values: object) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def same(got: Tensor, expected: Tensor) -> None:
@@ -26,7 +22,7 @@ def nan(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def segments(offsets: list[int], num_experts: int, num_rows: int) -> Segments:
     return Segments(
-        offsets=ints(offsets),
+        offsets=ints(*offsets),
         num_experts=num_experts,
         num_sources=(len(offsets) - 1) // num_experts,
         num_rows=num_rows,
@@ -34,34 +30,9 @@ def segments(offsets: list[int], num_experts: int, num_rows: int) -> Segments:
     )
 
 
-def test_spread_rows_with_a_plan_example():
-    tokens = here(torch.tensor([[1.0], [2.0], [3.0]]))
-    home, prob_M = nan(6, 1), nan(10)
-    home_M = here(torch.full((10,), -7))
-    expert_SPK = ints([[[0, 1], [1, 7], [1, -1]]])
-    row_SPK = torch.empty_like(expert_SPK)
-    out = rows.spread_rows(
-        tokens[None],
-        row_SPK,
-        segments([5, 6, 8], 2, 2),
-        homes_S=addresses(home),
-        expert_SPK=expert_SPK,
-        place_SPK=ints([[[0, 0], [1, 0], [2, 0]]]),
-        prob_SPK=here(torch.tensor([[[0.1, 0.2], [0.3, 0.4], [0.5, NAN]]])),
-        level=ints([1]),
-        prob_M=prob_M,
-        home_M=home_M,
-    )
-    assert row_SPK.tolist() == [[[5, 6], [-2, -1], [-2, -1]]]
-    assert out.flatten().tolist() == [1, 1]
-    same(prob_M, here(torch.tensor([NAN] * 5 + [0.1, 0.2] + [NAN] * 3)))
-    assert home_M.tolist() == [-7] * 5 + [home.data_ptr(), home.data_ptr() + 4] + [-7] * 3
-    same(home.flatten(), here(torch.tensor([NAN, NAN, 0, NAN, 0, NAN])))
-
-
 def test_spread_rows_example():
     given = here(torch.tensor([[[1.0], [2.0]]]))
-    out = rows.spread_rows(given, ints([[[6, 5], [-1, 7]]]), segments([5, 6, 8], 2, 3))
+    out = rows.spread_rows(given, ints([[6, 5], [-1, 7]]), segments([5, 6, 8], 2, 3))
     assert out.flatten().tolist() == [1, 1, 2]
 
 
@@ -105,7 +76,7 @@ def test_rows_that_a_plan_finds_beside_loops(width: int, own: int | None):
         expert_SPK=here(expert.int()),
         place_SPK=here(place.int()),
         prob_SPK=here(prob),
-        level=ints([level]),
+        level=ints(level),
         prob_M=prob_M,
         home_M=home_M,
     )
@@ -157,7 +128,7 @@ def test_rows_that_a_plan_finds_beside_loops(width: int, own: int | None):
 
 def test_sum_rows_example():
     given = here(torch.tensor([[1.0], [10.0], [100.0], [1000.0]]))
-    index = ints([[2, -1], [0, 1]])
+    index = ints([2, -1], [0, 1])
     assert rows.sum_rows(given, index).tolist() == [[100], [11]]
     assert rows.sum_rows(given, index, choices=True).tolist() == [[1], [1100]]
 
@@ -165,20 +136,20 @@ def test_sum_rows_example():
 def test_sum_rows_rounds_once():
     """256 + 1 + 1 is 258 in bf16; rounded after each addition it is 256."""
     given = here(torch.tensor([[256.0], [1.0], [1.0]])).bfloat16()
-    summed = rows.sum_rows(given, ints([[0, 1, 2]]))
+    summed = rows.sum_rows(given, ints([0, 1, 2]))
     assert summed.dtype == torch.bfloat16 and summed.item() == 258
-    assert rows.sum_rows(given, ints([[0, 1, 2]]), wide=True).dtype == torch.float32
+    assert rows.sum_rows(given, ints([0, 1, 2]), wide=True).dtype == torch.float32
 
 
 def test_take_example():
     given = here(torch.tensor([0.5, 0.25]))
-    taken = rows.take(given, ints([[[6, 5]], [[-1, -2]]]), ints([5, 6, 7]))
+    taken = rows.take(given, ints([[6, 5]], [[-1, -2]]), ints(5, 6, 7))
     assert taken.tolist() == [[[0.25, 0.5]], [[0, 0]]]
 
 
 @pytest.mark.parametrize("width", [1, 24, 2880])
 def test_zero_padding(width: int):
-    count = ints([[1, 0, 3], [2, 3, 0]])  # S = 2, L = 3
+    count = ints([1, 0, 3], [2, 3, 0])  # S = 2, L = 3
     cells, probs = nan(3 * 2 * 3, width), nan(3 * 2 * 3)
     rows.zero_padding(cells, probs, count)
     real = torch.arange(3, device=DEVICE) < count.T[..., None]
