@@ -111,28 +111,6 @@ def test_microbatches_in_flight_have_a_stack_each(num_ranks):
         assert_found(found, expected(case))
 
 
-def broken_off(case: Case) -> tuple[Found, Tensor, Tensor]:
-    """Break a pass off, evaluate, and then run a whole pass."""
-    model, rank = Model(case, "store"), OneRank(case)
-    model.layer(rank, 0, rank.tokens_TD)
-    with torch.no_grad():
-        evaluated = model.forward(rank)
-        again = model.forward(rank)
-    found = rank.found(model.forward(rank))
-    assert len(model.store._stacks) == 1 and stacks_are_empty(model.store)
-    return found, evaluated, again
-
-
-def test_a_pass_that_broke_off_leaves_no_rows():
-    config = config_of("store", 4)
-    case = make_case(config, ["hot", "one rank"])
-    results = on_all_ranks(config, broken_off, case)
-    assert_found([found for found, *_ in results], expected(case))
-    for (_, evaluated, again), want in zip(results, expected(case, keeps=False), strict=True):
-        torch.testing.assert_close(evaluated, torch.from_numpy(want.out_TD))
-        assert torch.equal(evaluated, again)
-
-
 def test_sixty_four_ranks_are_the_oracle():
     check(make_case(config_of("store", 64), ["hot", "masked"], num_tokens=3), "store")
 

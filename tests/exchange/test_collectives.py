@@ -158,28 +158,3 @@ def test_all_ranks_start_the_same_collectives_whatever_the_routing(monkeypatch, 
     config = DispatchConfig(**sizes, capacity_pool="store", policy="position")
     check(make_case(config, ["thin", "idle rank", "idle source", "masked", "none"]), "store")
     assert all(started == of_rank[0] for started in of_rank.values()) and len(of_rank) == 8
-
-
-def _one_differs(how: str) -> None:
-    dist.all_reduce(torch.zeros(2))
-    if dist.get_rank() < 2 or how == "size":
-        dist.all_reduce(torch.zeros(2 + dist.get_rank() // 2))
-    elif how == "dtype":
-        dist.all_reduce(torch.zeros(2, dtype=torch.float64))
-    elif how == "collective":
-        dist.barrier()
-
-
-@pytest.mark.parametrize(
-    ("how", "started"),
-    [
-        ("size", "ranks [2] allreduce of [('torch.float32', 3)]"),
-        ("dtype", "ranks [2] allreduce of [('torch.float64', 2)]"),
-        ("collective", "ranks [2] barrier of []"),
-        ("nothing", 'no rank is left that could join those that wait: ["[0, 1] in allreduce'),
-    ],
-)
-def test_a_rank_that_starts_another_collective_is_found(how, started):
-    with pytest.raises(RuntimeError) as raised:
-        run_on_threads(3, _one_differs, how)
-    assert started in str(raised.value.__cause__)

@@ -55,25 +55,6 @@ def _direct(layers: list[Layer], routing: str) -> tuple[list[str], int]:
     return found, ThreadMemory.num_barriers[dist.get_rank()]
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "routing", "changes"),
-    [
-        (2, "uniform", {}),
-        (2, "same", {"level": 1}),
-        (2, "idle", {}),
-        (2, "absent", {"level": 2, "slots": 7}),
-        (2, "none", {}),
-        (4, "hot", {"level": 2}),
-        (4, "uniform", {"tokens": 1, "top_k": 1, "local_experts": 1}),
-        (8, "absent", {"tokens": 2}),
-    ],
-    ids=str,
-)
-def test_rows_go_home_by_direct_stores(num_ranks, routing, changes):
-    layer = dataclasses.replace(SMALL, **changes)
-    assert run_on_threads(num_ranks, _direct, [layer], routing) == [([], 4)] * num_ranks
-
-
 def test_layers_of_different_shapes_share_memory(caplog):
     layers = [SMALL, WIDE, SMALL, WIDE]
     with caplog.at_level("INFO", "padded_dispatch"):

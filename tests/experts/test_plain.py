@@ -32,19 +32,6 @@ def test_a_store_by_hand():
     assert top.tolist() == [4, 4, 1]
 
 
-@pytest.mark.parametrize(
-    ("limit", "offsets", "level"),
-    [
-        (6, [0, 3, 5, 6, 6], plain.NO_LEVEL),  # Exactly.
-        (5, [0, 2, 4, 5, 5], 2),  # One row less.
-        (4, [0, 1, 2, 3, 3], 1),
-        (2, [0, 0, 0, 0, 0], 0),  # Three have rows, but only two find room.
-    ],
-)
-def test_a_water_level(limit, offsets, level):
-    assert offsets_of([[3, 1], [2, 0]], limit=limit) == (offsets, [level], [0, 0])
-
-
 def test_the_first_pass_clears_what_broke_off():
     top = torch.tensor([90, 120, 30], dtype=torch.int32)
     assert offsets_of([[3], [2]], top=top, first=True) == ([0, 3, 5], [plain.NO_LEVEL], [0, 0])
@@ -59,13 +46,6 @@ def test_rows_are_given_back_in_reverse_order():
     for top_3, offsets in ((top, second[0]), (torch.tensor([4, 9, 9]), torch.tensor([2, 3, 5]))):
         with pytest.raises(RuntimeError, match="given back before their last use"):
             plain.release(top_3, offsets, second[2])
-
-
-def test_rows_of_choices_of_one_expert():
-    expert_SPK, place_SPK = torch.tensor([[[0, 1]], [[-1, 0]]]), torch.zeros(2, 1, 2, dtype=int)
-    offsets, level = torch.tensor([5, 6, 7]), torch.tensor([9])
-    found = plain.rows_of_choices(expert_SPK, place_SPK, offsets, level, num_experts=1)
-    assert found.tolist() == [[[5, -1]], [[-1, 6]]]
 
 
 @pytest.mark.parametrize("seed", range(20))

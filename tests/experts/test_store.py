@@ -57,13 +57,9 @@ def test_a_layer_without_a_limit_makes_room_for_others():
 
 
 def test_most_rows_of_a_pass_are_five_shares_or_the_store():
-    one = DispatchConfig(
-        num_experts=64, top_k=2, capacity_factor=1.0, capacity_pool="store", num_ranks=32
-    )
-    store = Store()
+    store, one = Store(), config(1.0, num_ranks=32, num_experts=64)
     store.add(lambda: one)
-    assert store.take([0], 10, COUNT).most == 100  # Not 32 * 10 * 2.
-    assert scratch(one, 10, COUNT).limit == 100
+    assert take(store, 0).most == scratch(one, 10, COUNT).limit == 100  # Not 32 * 10 * 2.
 
 
 def test_a_pass_uses_one_stack():
