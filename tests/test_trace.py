@@ -78,6 +78,12 @@ def test_parts_that_do_not_match_are_refused():
         merge({"a": trace, "b": other})
 
 
+def of_rank(rank, steps, seed=0) -> Trace:
+    """Return one layer of a rank over these steps."""
+    num = len(steps)
+    return small_trace(steps=[*steps], layers=[1] * num, ranks=[rank] * num, seed=seed)
+
+
 def recorded(**kwargs) -> Trace:
     return small_trace(steps=[3, 3, 8, 8], layers=[0, 1, 0, 1], ranks=[1] * 4, **kwargs)
 
@@ -118,7 +124,7 @@ def test_a_killed_process_leaves_the_steps_before(tmp_path):
 
 
 def test_files_and_folders_are_merged(tmp_path):
-    parts = [small_trace(steps=[1, 2], layers=[0, 0], ranks=[rank] * 2) for rank in range(3)]
+    parts = [of_rank(rank, [1, 2]) for rank in range(3)]
     (tmp_path / "two").mkdir()
     save(parts[2], tmp_path / "one.npy")
     save(parts[0], tmp_path / "two" / "b.npy")
@@ -146,12 +152,8 @@ def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path, ranks_again, 
     for path in paths:
         path.mkdir(exist_ok=True)
 
-    def run(rank, steps, seed):
-        num = len(steps)
-        return small_trace(steps=[*steps], layers=[1] * num, ranks=[rank] * num, seed=seed)
-
-    before = [run(rank, range(1, 30), rank) for rank in (0, 1)]
-    after = [run(rank, range(21, last + 1), 2 + rank) for rank in ranks_again]
+    before = [of_rank(rank, range(1, 30), seed=rank) for rank in (0, 1)]
+    after = [of_rank(rank, range(21, last + 1), seed=2 + rank) for rank in ranks_again]
     for rank, trace in enumerate(before):
         save(trace, paths[rank] / f"rank-{rank:05d}-step-00000000.npy")
     for rank, trace in zip(ranks_again, after, strict=True):
@@ -163,11 +165,10 @@ def test_steps_that_a_resumed_run_repeats_are_taken_once(tmp_path, ranks_again, 
 
 def test_ranks_of_a_killed_run_end_together(tmp_path):
     """But a rank that stopped long before is missing, and shortens nothing, as one that left."""
-    save(small_trace(steps=[0], layers=[1], ranks=[2]), tmp_path / "2.npy")
+    save(of_rank(1, [1, 2]), tmp_path / "1.npy")
+    save(of_rank(2, [0]), tmp_path / "2.npy")
     for num, expected in ((3, [1, 2]), (8, [*range(1, 9)])):
-        steps = list(range(1, num + 1))
-        save(small_trace(steps=steps, layers=[1] * num, ranks=[0] * num), tmp_path / "0.npy")
-        save(small_trace(steps=[1, 2], layers=[1] * 2, ranks=[1] * 2), tmp_path / "1.npy")
+        save(of_rank(0, range(1, num + 1)), tmp_path / "0.npy")
         found = load_traces([tmp_path])
         assert found.steps[found.ranks == 0].tolist() == expected
         assert found.steps[found.ranks == 1].tolist() == [1, 2]
@@ -182,9 +183,8 @@ def test_ranks_of_each_run_that_was_killed_end_together(tmp_path):
     for rank, lasts in ends.items():
         for begun, last in zip((0, 20), lasts, strict=True):
             if last is not None:
-                steps = [*range(begun + 1, last + 1)]
-                part = small_trace(steps=steps, layers=[1] * len(steps), ranks=[rank] * len(steps))
-                save(part, tmp_path / f"rank-{rank:05d}-step-{begun:08d}.npy")
+                path = tmp_path / f"rank-{rank:05d}-step-{begun:08d}.npy"
+                save(of_rank(rank, range(begun + 1, last + 1)), path)
     found = load_traces([tmp_path])
     for rank, steps in ((0, [*range(1, 20), *range(21, 26)]), (2, [1, 2, 3, 4, 5])):
         assert found.steps[found.ranks == rank].tolist() == steps

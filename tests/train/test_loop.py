@@ -177,20 +177,26 @@ def test_rows_are_dropped_and_evaluation_drops_none(pool2):
     assert [row.dropped for row in forced.rows] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "passes"),
-    [("", 32), ("--seq-length 100000", 2), ("--workers 3 --pp 3 --vpp 1 --num-layers 3", 33)],
-)
-def test_evaluation_is_whole_rounds_of_the_pipeline_over_a_text_at_most_once(
-    monkeypatch, flags, passes
-):
-    """Of ten windows four sequences are read by two ranks in each pass: eight, then two."""
-    settings = parse(f"{SMALL} --micro-batch 4 {flags}".split())
+@pytest.fixture
+def schedule(monkeypatch) -> MagicMock:
+    """Let trainers build nothing; return their schedule, which computes nothing."""
     for name in ("transformer_config", "build_optimizer"):
         monkeypatch.setattr(loop, name, MagicMock())
     monkeypatch.setattr(loop, "build_chunks", lambda *_: [])
     schedule = MagicMock(return_value=[])
     monkeypatch.setattr(loop, "get_forward_backward_func", lambda: schedule)
+    return schedule
+
+
+@pytest.mark.parametrize(
+    ("flags", "passes"),
+    [("", 32), ("--seq-length 100000", 2), ("--workers 3 --pp 3 --vpp 1 --num-layers 3", 33)],
+)
+def test_evaluation_is_whole_rounds_of_the_pipeline_over_a_text_at_most_once(
+    monkeypatch, schedule, flags, passes
+):
+    """Of ten windows four sequences are read by two ranks in each pass: eight, then two."""
+    settings = parse(f"{SMALL} --micro-batch 4 {flags}".split())
     monkeypatch.setattr(loop, "mean_over_ranks", lambda losses, device: 0.0)
     text = np.zeros(1_000_001, np.uint8)
     monkeypatch.setattr(loop, "load_corpus", lambda text_folder: (text, text))
@@ -283,23 +289,18 @@ def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, ex
     assert set(trace.steps.tolist()) == {1, 2} and len(list(tmp_path.iterdir())) == 2
 
 
-def test_layers_are_captured_ahead_of_the_first_step_that_is_not_eager(monkeypatch):
+def test_layers_are_captured_ahead_of_the_first_step_that_is_not_eager(monkeypatch, schedule):
     events: list[Any] = []
     for name in ("__init__", "capture"):
         note = lambda _, *chunks, name=name, **given: events.append((name, given))  # noqa: E731
         monkeypatch.setattr(loop.LayerGraphs, name, note)
-    optimizer, schedule = MagicMock(), MagicMock(return_value=[])
-    for name in ("transformer_config", "build_chunks"):
-        monkeypatch.setattr(loop, name, MagicMock())
-    monkeypatch.setattr(loop, "build_optimizer", lambda *_: optimizer)
-    monkeypatch.setattr(loop, "get_forward_backward_func", lambda: schedule)
     trainer = loop.Trainer(on_a_gpu("layer"), CPU)
     with megatron_on_cpu():
         for number in range(1, 6):
             trainer.step(number)
             events.append(number)
             assert schedule.call_count == number
-    sizes = {"seq_length": 64, "micro_batch": 8, "optimizers": (optimizer,)}
+    sizes = {"seq_length": 64, "micro_batch": 8, "optimizers": (trainer.optimizer,)}
     assert events == [("__init__", sizes), 1, 2, 3, ("capture", {}), 4, 5]
 
 
