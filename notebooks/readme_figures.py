@@ -120,8 +120,9 @@ def real_table() -> str:
     head = f"| ms a step; loss; GiB | {titles} | commit |"
     lines = [head, "|---" * (2 + len(names)) + "|"]
     for key, title in SHOWN.items():
-        cells = [_figures_of(runs[key][name]) if name in runs[key] else "" for name in names]
-        lines.append(f"| {title} | {' | '.join(cells)} | {commits(runs[key].values())} |")
+        rows = {name: runs[key][name] for name in LOOKS if name in runs[key]}
+        cells = [_figures_of(rows[name]) if name in rows else "" for name in names]
+        lines.append(f"| {title} | {' | '.join(cells)} | {commits(rows.values())} |")
     return "\n".join(lines)
 
 

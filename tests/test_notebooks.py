@@ -73,21 +73,22 @@ def test_notebooks_can_be_read_without_running_them():
 def test_commands_of_studies_measure_held_out_losses():
     page = (FOLDER / "results" / "README.md").read_text().replace("\\\n", " ")
     notebook = nbformat.read(FOLDER / "03_capacity_and_quality.ipynb", as_version=4)
-    for text in page, notebook.cells[0].source.replace("\n", " "):
+    studies = (page, {0, 1, 2, 4}), (notebook.cells[0].source.replace("\n", " "), {0, 1, 2})
+    for text, seeds in studies:
         (flags,) = re.findall(r"padded-dispatch compare ([^`\n]+)", text)
         contenders = read_compare(flags.split())
-        assert {given.seed for _, given in contenders} == {0, 1, 2}
+        assert {given.seed for _, given in contenders} == seeds
         assert all("eval_every" in given for _, given in contenders)
 
 
 def test_the_word_alone_drops_nothing_and_learns_within_the_noise_of_stocks_seeds():
-    """0.9 billion parameters: paired differences of three seeds, Student's t at 95 %."""
+    """0.9 billion parameters: paired differences of four seeds, Student's t at 95 %."""
     runs = json.loads((FOLDER / "results" / "quality.json").read_text())["runs"]
     rows = [row for run in runs for row in run["rows"] if row["model"] == "small"]
     stock = {row["seed"]: row for row in rows if row["contender"] == "stock-dropless"}
     # The last one is a seed once more.
     ours = {row["seed"]: row for row in reversed(rows) if row["pool"] == "store"}
-    assert sorted(stock) == sorted(ours) == [0, 1, 2]
+    assert sorted(stock) == sorted(ours) == [0, 1, 2, 4]
     assert not any(share for row in ours.values() for share in row["dropped"])
     cells = {row["seed"]: row for row in rows if row["pool"] == "expert"}
 
@@ -102,7 +103,7 @@ def test_the_word_alone_drops_nothing_and_learns_within_the_noise_of_stocks_seed
         lambda row: statistics.mean(row["loss"][-50:]),
     ):
         gaps = [measure(ours[seed]) - measure(stock[seed]) for seed in stock]
-        assert abs(statistics.mean(gaps)) <= 4.303 * statistics.stdev(gaps) / 3**0.5
+        assert abs(statistics.mean(gaps)) <= 3.182 * statistics.stdev(gaps) / 4**0.5
 
 
 def test_only_layers_on_an_h200_have_a_roofline():
