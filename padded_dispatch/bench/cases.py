@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
@@ -74,14 +77,9 @@ CONTENDERS |= {
     for key in ("drop-pad", "auto", "packed")
 }
 
-# Arguments of `routings.routing_scores`.
-SKEWS: dict[str, dict[str, Any]] = {
-    "uniform": {"skew": "uniform"},
-    "lognormal-0.6": {"skew": "lognormal", "sigma": 0.6},
-    "lognormal-1.0": {"skew": "lognormal", "sigma": 1.0},
-    "hot": {"skew": "hot"},
-}
-
+# The standard deviation of the experts' log popularity, which is alike on all ranks; with "hot"
+# every token asks for expert 0, too.
+SKEWS = {"uniform": 0.0, "lognormal-0.6": 0.6, "lognormal-1.0": 1.0, "hot": 0.0}
 
 # What the table of the top README holds, by flags.
 README_FLAGS: dict[str, Any] = {
@@ -136,6 +134,21 @@ class Case:
             capacity_factor=factor,
             num_ranks=self.ep,
         )
+
+
+def routing_scores(
+    num_tokens: int, num_experts: int, *, skew: str, seed: int
+) -> NDArray[np.float64]:
+    """Return router logits [T, E]; the K largest of a token are its experts.
+
+    `skew`: a key of `SKEWS`. `seed`: of the tokens; a different one on each rank.
+    """
+    popularity_E = SKEWS[skew] * np.random.default_rng(num_experts).normal(size=num_experts)
+    if skew == "hot":
+        popularity_E[0] = 100.0  # It outweighs the noise.
+    # Gumbel noise: the K largest of a token are K weighted draws without replacement.
+    noise_TE = np.random.default_rng(seed).gumbel(size=(num_tokens, num_experts))
+    return popularity_E + noise_TE
 
 
 def sweep(given: argparse.Namespace) -> Iterator[Case]:

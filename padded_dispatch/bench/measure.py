@@ -30,9 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from padded_dispatch.bench.cases import SKEWS, MainGrad
+from padded_dispatch.bench.cases import MainGrad, routing_scores
 from padded_dispatch.megatron.stacked_linear import StackedLinear
-from padded_dispatch.utils.routings import routing_scores
 from padded_dispatch.utils.shapes import LayerShape
 
 _WARMUP = 5
@@ -91,8 +90,7 @@ def batches(
         number = seed * _NUM_BATCHES + i
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randn(num_tokens, 1, shape.hidden_size, generator=generator)
-        sizes = num_tokens, shape.num_experts, shape.top_k
-        scores_TE = routing_scores(*sizes, seed=number, **SKEWS[skew])
+        scores_TE = routing_scores(num_tokens, shape.num_experts, skew=skew, seed=number)
         logits = torch.from_numpy(scores_TE).float().unsqueeze(1)
         drawn.append(Batch(tokens=tokens.to(device, dtype), logits=logits.to(device)))
     return drawn

@@ -1,1 +1,1 @@
-"""Helpers without a domain: processes, results files, profiler ranges, synthetic routings."""
+"""Helpers without a domain: processes, results files, profiler ranges."""

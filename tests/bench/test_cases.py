@@ -1,8 +1,11 @@
-"""The cases of a sweep, and their cells."""
+"""The cases of a sweep, their cells, and their routing."""
 
 from argparse import Namespace
 
-from padded_dispatch.bench.cases import Case, sweep
+import numpy as np
+
+from padded_dispatch.bench.cases import SKEWS, Case, routing_scores, sweep
+from tests.support.routings import routing_map
 
 CASE = {"model": "tiny", "ep": 2, "tokens": 64, "skew": "uniform", "contender": "module"}
 
@@ -28,3 +31,31 @@ def test_capacity_is_the_dispatchers():
     case = Case(**CASE, capacity_factor=1.25)
     assert case.dispatch_config().capacity(64) == 20  # 64 * 2 / 8 * 1.25
     assert Case(**CASE, capacity_factor=None).dispatch_config().capacity(64) == 64
+
+
+def test_demand_follows_the_skew():
+    demand = {skew: routing_map(999, 16, 2, skew=skew).sum(0) for skew in (*SKEWS, "same")}
+    mean = 999 * 2 / 16
+    assert demand["uniform"].min() > mean / 2
+    assert demand["uniform"].max() < mean * 2
+    assert demand["lognormal-1.0"].max() > 3 * mean
+    assert demand["hot"][0] == 999
+    assert demand["hot"][1:].sum() == 999
+    assert demand["same"].tolist() == [999, 999, *[0] * 14]
+
+
+def test_popular_experts_are_those_of_all_ranks():
+    def busiest(seed):
+        return routing_map(999, 16, 2, skew="lognormal-1.0", seed=seed).sum(0).argmax()
+
+    assert len({busiest(rank) for rank in range(4)}) == 1
+
+
+def test_a_skew_is_the_spread_of_log_popularity():
+    def popularity(skew):
+        scores_TE = routing_scores(9, 16, skew=skew, seed=0)
+        return scores_TE - routing_scores(9, 16, skew="uniform", seed=0)
+
+    # Adding and taking away noise below 32 rounds by at most 2**-48 each time.
+    wanted_TE = 0.6 * popularity("lognormal-1.0")
+    np.testing.assert_allclose(popularity("lognormal-0.6"), wanted_TE, rtol=0, atol=2**-46)

@@ -10,11 +10,10 @@ import torch.distributed as dist
 
 from padded_dispatch.bench import command
 from padded_dispatch.bench.arguments import read_bench
-from padded_dispatch.bench.cases import Case
+from padded_dispatch.bench.cases import Case, routing_scores
 from padded_dispatch.bench.layer import build, stock_flags
 from padded_dispatch.bench.measure import Passes, batches
 from padded_dispatch.megatron import install, uninstall
-from padded_dispatch.utils.routings import routing_scores
 from tests.support import tiny
 from tests.support.pool import end_groups
 from tests.support.routings import routing_map
@@ -61,7 +60,7 @@ def test_the_routing_is_the_one_that_was_ordered(megatron, contender):
     probs = []
     layer.layer.router.register_forward_hook(lambda module, args, output: probs.append(output[0]))
     layer(batch.tokens, batch.logits)
-    scores_TE = routing_scores(37, 8, 2, skew="lognormal", sigma=0.6, seed=12)  # 4 per rank
+    scores_TE = routing_scores(37, 8, skew="lognormal-0.6", seed=12)  # 4 per rank
     second_T1 = np.sort(scores_TE, axis=1)[:, -2:-1]
     np.testing.assert_array_equal(probs[0].detach() > 0, scores_TE >= second_T1)
 

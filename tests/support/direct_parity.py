@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from padded_dispatch.bench.cases import SKEWS, routing_scores
 from padded_dispatch.config import kept_tokens
 from padded_dispatch.exchange import Arrived, Values, symmetric_memory
 from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.kernels import Segments, gemm, rows
 from padded_dispatch.routing.plan import Plan, make_plan
-from padded_dispatch.utils.routings import routing_scores
 
 _T = TypeVar("_T")
 
@@ -74,9 +74,9 @@ class Inputs:
             mine.copy_(value)
 
 
-# Skews of `routing_scores`, and: "idle", the last rank's experts get no token; "absent", the last
-# rank has no real tokens.
-ROUTINGS = ("uniform", "lognormal", "hot", "same", "idle", "absent", "none")
+# Skews of `routing_scores`, and: "same", all want the first K experts; "idle", the last rank's
+# experts get no token; "absent", the last rank has no real tokens.
+ROUTINGS = ("uniform", "lognormal-1.0", "hot", "same", "idle", "absent", "none")
 
 
 def make_inputs(
@@ -86,11 +86,12 @@ def make_inputs(
     rank, size = dist.get_rank(), dist.get_world_size()
     seed = seed * size + rank
     num_experts = layer.local_experts * (exchange.num_ranks if exchange else size)
-    shape = layer.tokens, num_experts, layer.top_k
-    skew: Any = routing if routing in ("lognormal", "hot", "same") else "uniform"
+    skew = routing if routing in SKEWS else "uniform"
     num_idle = layer.local_experts if routing == "idle" else 0
     num_idle = min(num_idle, num_experts - layer.top_k)
-    scores_TE = torch.from_numpy(routing_scores(*shape, skew=skew, seed=seed))
+    scores = routing_scores(layer.tokens, num_experts, skew=skew, seed=seed)
+    scores_TE = torch.from_numpy(scores)
+    scores_TE[:, : layer.top_k] += 100 if routing == "same" else 0
     scores_TE[:, num_experts - num_idle :] -= 100
     chosen_TK = scores_TE.topk(layer.top_k).indices
     map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool).scatter(1, chosen_TK, True)

@@ -1,7 +1,6 @@
 """Synthetic routing maps: bool [T, E], the K experts that each token asked for."""
 
 from dataclasses import dataclass
-from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -10,21 +9,25 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from torch import Tensor
 
-from padded_dispatch.utils.routings import Skew, routing_scores
+from padded_dispatch.bench.cases import routing_scores
 
-# "none": no token asks for an expert, as on a rank whose tokens are all padding.
-SKEWS: tuple[str, ...] = (*get_args(Skew), "none")
 # Tokens and experts of maps on GPUs, which exceed a program of each kernel.
 LARGE = ((4096, 128), (33000, 128), (131072, 512))
 
 
 def routing_map(
-    num_tokens: int, num_experts: int, top_k: int, *, skew: Any = "uniform", seed: int = 0
+    num_tokens: int, num_experts: int, top_k: int, *, skew: str = "uniform", seed: int = 0
 ) -> NDArray[np.bool_]:
-    """Return a routing map with K experts per token, or no experts for skew "none"."""
+    """Return a routing map with K experts per token.
+
+    Beside the skews of `routing_scores`, "same": the first K experts, and "none": no experts, as on
+    a rank whose tokens are all padding.
+    """
     map_TE = np.zeros((num_tokens, num_experts), bool)
-    if skew != "none":
-        scores_TE = routing_scores(num_tokens, num_experts, top_k, skew=skew, seed=seed)
+    if skew == "same":
+        map_TE[:, :top_k] = True
+    elif skew != "none":
+        scores_TE = routing_scores(num_tokens, num_experts, skew=skew, seed=seed)
         chosen_TK = np.argsort(-scores_TE, axis=1, kind="stable")[:, :top_k]
         np.put_along_axis(map_TE, chosen_TK, True, axis=1)
     return map_TE
