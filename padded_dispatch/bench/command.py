@@ -50,7 +50,7 @@ def resolve(given: argparse.Namespace) -> argparse.Namespace:
         ValueError: names the option, its rule, its value and the fix.
     """
     given = with_defaults(given)
-    with errors_name_flags(given):
+    with errors_name_flags(vars(given)):
         _check(given)
         given.cases = tuple(sweep(given))
     return given

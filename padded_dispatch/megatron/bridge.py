@@ -16,6 +16,7 @@ more, `padded_options`, with plain values. Loading drops it; the options come ba
 Read in Megatron-Bridge 0.3.1 and its head of November 2026 (0.7.0), and in Megatron-LM 0.19.
 """
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -25,7 +26,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from padded_dispatch.megatron.config import is_ours, log_once, padded_options
-from padded_dispatch.megatron.options import to_plain
 from padded_dispatch.megatron.stacked_linear import StackedLinear
 from padded_dispatch.utils.patches import PATCHED, Patches
 
@@ -114,4 +114,4 @@ def _keeping(convert: Callable[..., Any]) -> Callable[..., Any]:
 def _add_options(converted: Any, value: Any) -> None:
     """Add the options of `value` to what it was converted to, if it is a config with options."""
     if isinstance(converted, dict) and not isinstance(value, dict) and is_ours(value):
-        converted[KEY] = to_plain(padded_options(value))
+        converted[KEY] = dataclasses.asdict(padded_options(value))

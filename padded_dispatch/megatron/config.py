@@ -3,6 +3,7 @@
 The rows of `padded_dispatch.megatron.fields` decide what is refused; this module applies them.
 """
 
+import dataclasses
 import functools
 import logging
 import math
@@ -21,7 +22,7 @@ from padded_dispatch.config import (
 )
 from padded_dispatch.megatron.compat import captures, captures_iteration
 from padded_dispatch.megatron.fields import KEPT, REFUSED, REPLACED, Refused
-from padded_dispatch.megatron.options import PaddedOptions, require_options, to_plain
+from padded_dispatch.megatron.options import PaddedOptions, require_options
 
 _log = logging.getLogger("padded_dispatch")
 
@@ -230,7 +231,7 @@ def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
     # As text, a recipe is the patterns of its modules.
     recipe = fields["quant_recipe"]
     fields["quant_recipe"] = getattr(recipe, "__dict__", recipe)
-    values = to_plain(padded_options(config)) | fields
+    values = dataclasses.asdict(padded_options(config)) | fields
     return tuple((name, str(value)) for name, value in values.items() if not callable(value))
 
 

@@ -41,8 +41,11 @@ def read_factor(text: str) -> CapacityFactor:
     """
     if text in (FIT, _NO_DROP_TEXT):
         return FIT if text == FIT else NO_DROP
-    factor = _number(float, text)
-    if factor is None or not math.isfinite(factor) or factor <= 0:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = math.nan
+    if not 0 < factor < math.inf:
         raise ValueError(f"must be a number above 0 or '{_NO_DROP_TEXT}', got {text!r}")
     return factor
 
@@ -56,18 +59,11 @@ def read_factor_table(text: str) -> dict[int, CapacityFactor]:
     table: dict[int, CapacityFactor] = {}
     for part in [] if text in ("", "none") else text.split(","):
         key, colon, factor = part.partition(":")
-        number = _number(int, key)
-        if not colon or number is None or number < 1 or number in table:
+        number = int(key) if key.strip().isdecimal() else 0
+        if not colon or number < 1 or number in table:
             raise ValueError(f"must be LAYER:FACTOR,... from layer 1 on, each once, got {text!r}")
         table[number] = read_factor(factor)
     return table
-
-
-def _number(kind: type[int] | type[float], text: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        return None
 
 
 def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -85,6 +81,8 @@ def _option(default: Any, help: str, **metadata: Any) -> Any:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddedOptions:
     """Options of the padded dispatcher beside Megatron's own `moe_*` fields.
+
+    `dataclasses.asdict` gives values that YAML holds, and that `PaddedOptions(**...)` reads back.
 
     It has slots, and so no `__dict__`: Megatron-Bridge copies a config before it goes to other
     ranks, and sets each attribute of each value with a `__dict__`, which a frozen value refuses.
@@ -200,11 +198,6 @@ def require_options(name: str, value: Any) -> None:
     require(isinstance(value, PaddedOptions), name, value, "be PaddedOptions", fix)
 
 
-def to_plain(options: PaddedOptions) -> dict[str, Any]:
-    """Return the options as values that YAML holds, and that `PaddedOptions(**...)` reads back."""
-    return dataclasses.asdict(options)
-
-
 def show(default: Any) -> str:
     """Return a default as help and table show it."""
     return "none" if default is None or default == {} else str(default)
@@ -234,8 +227,7 @@ def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
 
 def padded_flags() -> AbstractContextManager[None]:
     """Let errors name the flag of an option in place of the option."""
-    flags = {name: flag(f"padded_{name}") for name in _NAMES}
-    return errors_name_flags(argparse.Namespace(), **flags)
+    return errors_name_flags(_NAMES, prefix="padded_")
 
 
 def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -254,4 +246,4 @@ def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 _DEFAULTS = PaddedOptions()
-_NAMES = tuple(to_plain(_DEFAULTS))
+_NAMES = tuple(dataclasses.asdict(_DEFAULTS))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.options import PaddedOptions, to_plain
+from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.utils.flags import flag
 from padded_dispatch.utils.results import require_folder
 from padded_dispatch.utils.shapes import SHAPES, LayerShape
@@ -220,7 +220,7 @@ class Settings:
     def flags(self) -> dict[str, Any]:
         """Return what decides the figures of the run, as a row of a results file has it."""
         groups = {name: dataclasses.asdict(getattr(self, name)) for name in ("recipe", "layout")}
-        dispatch = {**vars(self.dispatch), "padded": to_plain(self.dispatch.padded)}
+        dispatch = {**vars(self.dispatch), "padded": dataclasses.asdict(self.dispatch.padded)}
         return groups | {"dispatch": dispatch, "steps": self.output.steps}
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ def main(given: argparse.Namespace) -> int:
     Raises:
         ValueError: a wrong flag or a broken trace; names it and what to change.
     """
-    with errors_name_flags(given):
+    with errors_name_flags(vars(given)):
         return _tune(given)
 
 

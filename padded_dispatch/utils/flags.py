@@ -7,7 +7,7 @@ the most similar one beside it. Help shows a default where there is one, and sho
 
 import argparse
 import difflib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,21 +51,17 @@ def flag(field: str) -> str:
 
 
 @contextmanager
-def errors_name_flags(given: argparse.Namespace, **flags: str) -> Iterator[None]:
+def errors_name_flags(names: Container[str], *, prefix: str = "") -> Iterator[None]:
     """Replace the field at the start of an error, "FIELD must ...", by the flag that sets it.
 
-    A flag is named like its field, with "num_" left out.
-
-    Args:
-        given: what argparse has read; its names are those of the flags.
-        flags: by field, flags that are named otherwise.
+    `names`: of fields that have a flag, which is named alike behind `prefix`; a field in an error
+    may have "num_" in front.
     """
     try:
         yield
     except ValueError as error:
         field, must, rest = str(error).partition(" must ")
         name = field.removeprefix("num_")
-        found = flags.get(field) or (flag(name) if name in vars(given) else None)
-        if must and found:
-            raise ValueError(f"{found} must {rest}") from error
+        if must and name in names:
+            raise ValueError(f"{flag(prefix + name)} must {rest}") from error
         raise

@@ -1,21 +1,18 @@
 """Errors begin with the flag that the user gave; help shows defaults and short values."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
 from padded_dispatch.utils.flags import HelpFormatter, errors_name_flags
 
-GIVEN = Namespace(tokens=3, min_capacity=2, capacity_factors=[1.0])
-
 
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
-        ("num_tokens must be 1, got 3", "--tokens must be 1, got 3"),
-        ("min_capacity must be 1; x must go", "--min-capacity must be 1; x must go"),
-        ("capacity_factor must be 1, got -1", "--capacity-factors must be 1, got -1"),
+        ("num_tokens must be 1, got 3", "--our-tokens must be 1, got 3"),
+        ("min_capacity must be 1; x must go", "--our-min-capacity must be 1; x must go"),
         ("other must be 1", "other must be 1"),
         ("tokens are few", "tokens are few"),
     ],
@@ -23,7 +20,7 @@ GIVEN = Namespace(tokens=3, min_capacity=2, capacity_factors=[1.0])
 def test_fields_become_flags(error, shown):
     with (
         pytest.raises(ValueError, match=f"^{shown}$"),
-        errors_name_flags(GIVEN, capacity_factor="--capacity-factors"),
+        errors_name_flags(("tokens", "min_capacity"), prefix="our_"),
     ):
         raise ValueError(error)
 
