@@ -107,11 +107,11 @@ def summary(study: Study, report: Path) -> str:
     """Return the text for the terminal, at most 80 columns wide; `report`: path of the page."""
     shares = study.chosen.replay.dropped_share
     shown = {study.chosen.index, *(int(np.argmax(shares <= share)) for share in _SHARES)}
-    block, other = blocks(study)
+    title, block = next(iter(blocks(study).items()))
     parts = [
         *_answer(study),
         str(factor_table(study, sorted(shown), brief=True)),
-        _filled(f"{block.target}, {block.about} ({other.target}: {report}):") + f"\n{block.text}",
+        _filled(f"{title} (Python: {report}):") + f"\n{block}",
     ]
     return "\n\n".join(parts)
 
@@ -140,10 +140,10 @@ def whole(study: Study) -> str:
         f"{num_factors} factors with the dispatcher's own rule: the counts are exact. "
         "Dropping changes what is learned; a trace does not show how much."
     )
-    settings = [f"{block.target}, {block.about}:\n{block.text}" for block in blocks(study)]
+    settings = [f"{title}:\n{block}" for title, block in blocks(study).items()]
     if own and len(study.chosen.layers) > 1:
         settings.append("The same with a factor for each layer:")
-        settings += [block.text for block in blocks(study, per_layer=True)]
+        settings += blocks(study, per_layer=True).values()
     parts = [
         *_answer(study),
         *settings,

@@ -9,24 +9,14 @@ would end. The factor of cells is also right for stock drop-and-pad, whose capac
 definition.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from padded_dispatch.tune.recommend import Study
 from padded_dispatch.utils.flags import flag
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """Settings for one `target`; `about`: what it needs, in words."""
-
-    target: str
-    about: str
-    text: str
-
-
-def blocks(study: Study, *, per_layer: bool = False) -> tuple[Block, Block]:
-    """Return the blocks, for Megatron-LM's pretrain_gpt.py on all GPUs of a host, and for Python.
+def blocks(study: Study, *, per_layer: bool = False) -> dict[str, str]:
+    """Return blocks by title, for Megatron-LM's pretrain_gpt.py on all GPUs of a host, and Python.
 
     Args:
         study: with the recommendation.
@@ -51,18 +41,9 @@ def blocks(study: Study, *, per_layer: bool = False) -> tuple[Block, Block]:
         f"    moe_expert_capacity_factor={factor},",
         ")",
     ]
-    return (
-        Block(
-            target="Megatron-LM",
-            about="with the flags of your model in the shell array ARGS",
-            text=" \\\n  ".join(command),
-        ),
-        Block(
-            target="Python",
-            about="before the config is made, which is TransformerConfig(..., **moe)",
-            text="\n".join(lines),
-        ),
-    )
+    shell = "Megatron-LM, with the flags of your model in the shell array ARGS"
+    python = "Python, before the config is made, which is TransformerConfig(..., **moe)"
+    return {shell: " \\\n  ".join(command), python: "\n".join(lines)}
 
 
 def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
