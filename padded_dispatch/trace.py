@@ -118,11 +118,6 @@ class Trace:
         require(-1 <= found < num_experts, "ids_NTK", found, rule)
 
     @property
-    def num_records(self) -> int:
-        """Records (N)."""
-        return self.ids_NTK.shape[0]
-
-    @property
     def microbatches(self) -> NDArray[np.int64]:
         """Micro-batch of each record: its place among those of its (step, layer, rank), [N]."""
         keys = np.stack([self.steps, self.layers, self.ranks])
@@ -210,7 +205,7 @@ def load_traces(paths: Sequence[Path]) -> Trace:
             "none; give the folder of `train --trace`"
         )
     merged = merge(traces)
-    kept, run = np.zeros(merged.num_records, bool), np.searchsorted(starts, merged.steps)
+    kept, run = np.zeros(len(merged.steps), bool), np.searchsorted(starts, merged.steps)
     for number in np.unique(run):
         kept |= (run == number) & (merged.steps <= _last_common_step(merged, run == number))
     return merged if kept.all() else merged.where(kept)
@@ -241,7 +236,7 @@ def record_bytes(num_tokens: int, top_k: int) -> int:
 
 def append(part: Trace, file: BinaryIO) -> None:
     """Append records to a file that was opened for binary writing; others can read them at once."""
-    records = np.empty(part.num_records, _record_dtype(part.run.num_tokens, part.run.top_k))
+    records = np.empty(len(part.steps), _record_dtype(part.run.num_tokens, part.run.top_k))
     records["step"], records["layer"], records["rank"] = part.steps, part.layers, part.ranks
     for name in _IN_RECORD:
         value = getattr(part.run, name)
@@ -292,20 +287,13 @@ def _trace(arrays: Sequence[NDArray[np.void]]) -> Trace:
     def joined(field: str) -> NDArray:
         return np.concatenate([array[field] for array in arrays])
 
-    settings = np.stack([joined(name) for name in _IN_RECORD], axis=1)
-    differs = (settings != settings[0]).any(1)
-    n = int(differs.argmax())
-    require(
-        not differs.any(),
-        f"record {n}: ({', '.join(_IN_RECORD)})",
-        settings[n].tolist(),
-        f"be {settings[0].tolist()}, as in the first record",
-        "record every configuration into its own file",
-    )
-    of_run: dict[str, Any] = dict(zip(_IN_RECORD, settings[0].tolist(), strict=True))
+    settings = np.unique(np.stack([joined(name) for name in _IN_RECORD], axis=1), axis=0).tolist()
+    rule, fix = "be alike in all records", "record every configuration into its own file"
+    require(len(settings) == 1, f"({', '.join(_IN_RECORD)})", settings, rule, fix)
+    of_run: dict[str, Any] = dict(zip(_IN_RECORD, settings[0], strict=True))
     for name, known in _NUMBERED.items():
         number = of_run[name]
-        require(0 <= number < len(known), f"record 0: {name}", number, f"be below {len(known)}")
+        require(0 <= number < len(known), name, number, f"be below {len(known)}")
         of_run[name] = known[number]
     ids_NTK = joined("ids")
     _, num_tokens, top_k = ids_NTK.shape

@@ -244,7 +244,7 @@ def test_other_arrays_and_other_content(tmp_path):
     array = good()
     array["num_experts"][1] = 7
     first, other = (rf"\[{experts}, 2, 64, 96, 0, 1, 0\]" for experts in (6, 7))
-    refuse(tmp_path, file_of(array), rf"be {first}, as in the first record, got {other}")
+    refuse(tmp_path, file_of(array), rf"be alike in all records, got \[{first}, {other}\]")
     array = good()
     array["capacity_pool"] = 3
     refuse(tmp_path, file_of(array), "be below 3, got 3")

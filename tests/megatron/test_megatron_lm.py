@@ -400,7 +400,7 @@ def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):
     train(loop, trace=str(tmp_path))
     trace = load_traces([tmp_path])
     assert sorted(set(trace.steps.tolist())) == [1, 2, 3, 4, 5, 6, 7]
-    assert trace.num_records == 7 * CASE.microbatches * 2
+    assert len(trace.steps) == 7 * CASE.microbatches * 2
     assert trace.ids_NTK.shape[1:] == (CASE.batch * CASE.seq, CASE.top_k)
     assert (trace.run.num_experts, trace.run.num_ranks, set(trace.ranks.tolist())) == (4, 1, {0})
 
