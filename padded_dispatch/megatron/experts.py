@@ -45,7 +45,7 @@ from padded_dispatch.megatron.compat import (
     captures_iteration,
 )
 from padded_dispatch.megatron.config import padded_options, refusals
-from padded_dispatch.megatron.fields import Refused, given
+from padded_dispatch.megatron.fields import Refused
 from padded_dispatch.megatron.stacked_linear import ShardedLayout, StackedLinear
 from padded_dispatch.utils.phases import is_capturing
 
@@ -396,7 +396,7 @@ _FIELDS = (
     ),
     _row("activation_func_fp8_input_store", "the activation keeps its input as it is"),
     _row("use_te_activation_func", "the activation is a kernel of ours"),
-    _row("moe_mlp_glu_interleave_size", "gate and up are not interleaved", refuses=given),
+    _row("moe_mlp_glu_interleave_size", "gate and up are not interleaved"),
     _row("moe_single_grouped_bias", "biases are read one by one"),
     _row("moe_apply_probs_on_input", "probabilities weigh the activation"),
     _row(
@@ -406,8 +406,8 @@ _FIELDS = (
     ),
     _row("init_model_with_meta_device", "Megatron-FSDP cannot reset stacked weights"),
     _row("fp16", "they compute in bf16, on CPUs in any other dtype, too"),
-    _row("fp4", "they compute in bf16", refuses=given),
-    _row("quant_recipe", "they compute in bf16", refuses=given),
+    _row("fp4", "they compute in bf16"),
+    _row("quant_recipe", "they compute in bf16"),
     _row(
         "offload_modules",
         "they offload neither expert_fc1 nor moe_act",

@@ -15,11 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def given(value: Any) -> bool:
-    """Return whether a field is set."""
-    return value is not None
-
-
 @dataclass(frozen=True)
 class Refused:
     """Values of one field that are refused.
