@@ -1,6 +1,6 @@
 """Replace attributes of other objects, and put them back.
 
-    with Patches() as patches:  # or, without a block, until patches.undo()
+    with Patches() as patches:
         patches.set(module, "function", stand_in)
 
 `unittest.mock.patch` does the same, but a package should not import a test library for it. `Wraps`
@@ -8,65 +8,47 @@ is for functions that other tools may wrap, too; `PATCHED` is what is wrapped of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
 _MISSING = object()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Patch:
-    owner: Any
-    name: str
-    before: Any
-    value: Any
-
-
-class Patches:
-    """Attributes that are replaced until `undo`, or until the `with` block ends."""
-
-    def __init__(self) -> None:
-        self._saved: list[_Patch] = []
+class Patches(ExitStack):
+    """Attributes that are replaced until the `with` block ends."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace `owner.name` by `value`; the owner is a module, class or instance.
 
-        An attribute that it inherits or lacks is deleted from it by `undo`, so that the inherited
+        An attribute that it inherits or lacks is deleted from it at the end, so that the inherited
         one shows again.
         """
         before = _own(owner, name)
         setattr(owner, name, value)
-        self._saved.append(_Patch(owner=owner, name=name, before=before, value=value))
-
-    def undo(self) -> None:
-        """Put every attribute back, the last one first; do nothing if none is replaced."""
-        while self._saved:
-            patch = self._saved.pop()
-            if patch.before is _MISSING:
-                delattr(patch.owner, patch.name)
-            else:
-                setattr(patch.owner, patch.name, patch.before)
-
-    def __enter__(self) -> "Patches":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.undo()
+        self.callback(_put_back, owner, name, before)
 
 
-class Wraps(Patches):
+class Wraps:
     """Attributes that are wrapped once, and that another tool may wrap again."""
+
+    def __init__(self) -> None:
+        self._saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, before, wrapped
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         """Replace `owner.name` by what `wrapper` makes of it, unless that was done before."""
-        if not any(patch.owner is owner and patch.name == name for patch in self._saved):
-            self.set(owner, name, wrapper(getattr(owner, name)))
+        if not any(one is owner and known == name for one, known, _, _ in self._saved):
+            before, wrapped = _own(owner, name), wrapper(getattr(owner, name))
+            setattr(owner, name, wrapped)
+            self._saved.append((owner, name, before, wrapped))
 
     def undo(self) -> None:
         """Put back what no other tool has replaced since; the rest stays until another `undo`."""
-        kept = [patch for patch in self._saved if _own(patch.owner, patch.name) is not patch.value]
-        self._saved = [patch for patch in self._saved if patch not in kept]
-        super().undo()
+        kept = []
+        for owner, name, before, wrapped in self._saved:
+            if _own(owner, name) is wrapped:
+                _put_back(owner, name, before)
+            else:
+                kept.append((owner, name, before, wrapped))
         self._saved = kept
 
 
@@ -79,3 +61,10 @@ def _own(owner: Any, name: str) -> Any:
         return vars(owner).get(name, _MISSING)
     except TypeError:  # An instance with __slots__ has no __dict__.
         return getattr(owner, name, _MISSING)
+
+
+def _put_back(owner: Any, name: str, before: Any) -> None:
+    if before is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
