@@ -118,11 +118,11 @@ def padded_spec(spec: Any) -> Any:
 
     Raises:
         ValueError: if the spec has no MoE layer. That of a block may have none, because a stage of
-            a pipeline may have dense layers only.
+            a pipeline may have dense layers only; None is that of a stage without a block.
     """
     padded, num_replaced = _replace(spec)
     kind = type(spec).__name__  # A whole spec fills a screen.
-    has_experts = num_replaced > 0 or hasattr(spec, "layer_specs")
+    has_experts = num_replaced > 0 or spec is None or hasattr(spec, "layer_specs")
     require(has_experts, "spec", kind, "contain a MoELayer", "give num_experts to the spec")
     return padded
 

@@ -92,6 +92,7 @@ def test_a_stage_of_a_pipeline_may_have_dense_layers_only():
     config = tiny.config(num_layers=1, moe_layer_freq=[0], normalization="RMSNorm")
     dense = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     assert padded_spec(dense) == dense
+    assert padded_spec(get_gpt_mtp_block_spec(config, dense, use_transformer_engine=False)) is None
 
 
 def test_transformer_layer_passes_its_process_groups():
