@@ -6,7 +6,6 @@ The rows of `padded_dispatch.megatron.fields` decide what is refused; this modul
 import dataclasses
 import functools
 import logging
-import math
 import re
 from typing import Any
 
@@ -175,10 +174,10 @@ def _check_layers(config: Any, options: PaddedOptions) -> None:
     How many layers a hybrid stack has for each token that it predicts, the config does not say.
     """
     hybrid = _read(config, "is_hybrid_model") and _read(config, "mtp_num_layers")
-    last = math.inf if hybrid else last_layer(config)
+    last = last_layer(config)
     for number in options.layer_factors:
         require(
-            number <= last,
+            hybrid or number <= last,
             "layer_factors",
             options.layer_factors,
             f"name layers from 1 to {last}, the layers of the model",

@@ -91,8 +91,7 @@ def _wrap_post_init(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         take_over(self)
         with Patches() as patches:
             patches.set(self, "moe_token_dispatcher_type", "alltoall")
-            factor = self.moe_expert_capacity_factor
-            if factor is not None and factor < 0:
+            if (self.moe_expert_capacity_factor or 0) < 0:
                 self.moe_expert_capacity_factor = None
             # Stock's router drops, which some kinds of load balancing forbid. Scope `moe` needs a
             # factor and padding; shapes here are static without.

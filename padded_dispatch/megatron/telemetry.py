@@ -27,7 +27,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, require
@@ -138,9 +137,8 @@ class Telemetry:
         for number in factors:  # The config of a hybrid stack does not say which have experts.
             rule, fix = f"name layers with experts, {self.layers}", f"leave out layer {number}"
             require(number in settings, "layer_factors", factors, rule, fix)
-        config: Any = get_model_config(chunks[0])
         logs, device = dist.get_rank() == 0, device_of(chunks)
-        self._reader = Reader(local, settings, [None], config, device, step, logs=logs)
+        self._reader = Reader(local, settings, [None], device, step, logs=logs)
         for layer in local.values():
             layer.token_dispatcher.configs.controlled = True
         self._reader.finish(self._reader.start(step))
@@ -197,7 +195,6 @@ class Reader:
         local: this rank's layers, by number.
         settings: those of all ranks of the groups.
         groups: over which `start` sums, one after the other; None is the group of all ranks.
-        config: the model's TransformerConfig.
         device: of the counters.
         step: steps done already.
         logs: whether this rank logs warnings.
@@ -208,7 +205,6 @@ class Reader:
         local: dict[int, Any],
         settings: dict[int, "LayerSettings"],
         groups: list[Any],
-        config: Any,
         device: torch.device,
         step: int,
         *,
@@ -222,11 +218,6 @@ class Reader:
         own_shares = [one.config.share(1) for one in settings.values()]
         shares = [one.shares_per_token for one in settings.values()]
         self._shares_per_token = np.array([shares, own_shares], dtype=np.int64)
-        # No other rank routes this rank's tokens, or it is the first. A store has room for the rows
-        # of all sources, whatever tokens they share.
-        first = parallel_state.get_tensor_model_parallel_rank() == 0
-        in_store = self.settings.shares_per_token > 0
-        self._counts_here = config.sequence_parallel or first or in_store
         self._read_step = step
         num_totals, num_ranks = self.settings.num_totals, self.settings.config.num_ranks
         # Training and evaluation, Y, W.
@@ -268,7 +259,10 @@ class Reader:
             sums[:, self._index, num_totals + rank] = counts["idle_passes"]
         if not dispatcher.counts_kept:
             counts["kept_E"].zero_()
-        if self._counts_here:
+        # No other rank routes this rank's tokens, or it is the first. A store has room for the rows
+        # of all sources, whatever tokens they share.
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        if first or dispatcher.config.sequence_parallel or self.settings.shares_per_token:
             sums[:, self._index, :num_totals] = totals
 
     def finish(self, copy: Copy) -> Snapshots:

@@ -93,7 +93,6 @@ class Watch:
                 local,
                 {number: LayerSettings.of(layer) for number, layer in sorted(local.items())},
                 [group for group in groups if group is not None and group.size() > 1],
-                self.layers[0].config,
                 dispatcher.counters.totals.device,
                 0,
                 logs=dispatcher._logs,
