@@ -134,9 +134,12 @@ class Telemetry:
             )
         self.layers: tuple[int, ...] = tuple(settings)
         factors = settings[self.layers[0]].options.layer_factors
-        for number in factors:  # The config of a hybrid stack does not say which have experts.
-            rule, fix = f"name layers with experts, {self.layers}", f"leave out layer {number}"
-            require(number in settings, "layer_factors", factors, rule, fix)
+        for number, factor in factors.items():
+            # The config of a hybrid stack does not say which have experts. In 0.18 and 0.19 those
+            # of its multi-token prediction have numbers, and so factors, of the stack's own layers.
+            has = number in settings and settings[number].config.capacity_factor == factor
+            rule = f"name layers with experts, {self.layers}, by Megatron's numbers"
+            require(has, "layer_factors", factors, rule, f"leave out layer {number}")
         logs, device = dist.get_rank() == 0, device_of(chunks)
         self._reader = Reader(local, settings, [None], device, step, logs=logs)
         for layer in local.values():

@@ -239,9 +239,12 @@ def test_a_model_without_padded_layers_is_refused():
 
 def test_a_factor_of_a_layer_without_experts_is_refused():
     Telemetry([model(2, 7, is_hybrid_model=True, num_layers=8, layer_factors={7: 2.0})])
-    words = r"layer_factors must name layers with experts, \(2, 7\), got .*; leave out layer 3"
+    words = r"layer_factors must name layers with experts, \(2, 7\), by .*; leave out layer 3"
     with pytest.raises(ValueError, match=words):
         Telemetry([model(2, 7, is_hybrid_model=True, num_layers=8, layer_factors={3: 2.0})])
+    with pytest.raises(ValueError, match=r"\(1, 2\), by Megatron's numbers, .* leave out layer 2"):
+        # The second is as in multi-token prediction of 0.18 and 0.19.
+        Telemetry([model(1, 1, is_hybrid_model=True, num_layers=2, layer_factors={2: 2.0})])
 
 
 def _over_two_ranks() -> tuple[Any, Any]:
