@@ -32,7 +32,7 @@ from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import Selection
 from padded_dispatch.trace import HEADER_BYTES, Trace, TracedRun, append, record_bytes
 
-_log = logging.getLogger("padded_dispatch")
+_warn_once = cache(logging.getLogger("padded_dispatch").warning)
 
 MAX_BYTES = 2**30  # of a rank's file; fewer steps are traced to fit
 
@@ -68,7 +68,7 @@ class RoutingBuffer:
         )
         num_tokens = self.ids_MTK.shape[1]
         if len(asked_TE) != num_tokens:
-            _warn_of_size(num_tokens)
+            _warn_once("the trace lacks micro-batches of other than %d tokens here", num_tokens)
             asked_TE, probs_TE = (t.new_zeros(num_tokens, t.shape[1]) for t in (asked_TE, probs_TE))
         expert_TK = make_plan(asked_TE, top_k=self.ids_MTK.shape[2]).expert_TK
         probs_TK = choice_probs(probs_TE, expert_TK)
@@ -80,11 +80,6 @@ class RoutingBuffer:
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the buffers that a recorder copies."""
         return self.ids_MTK, self.probs_MTK
-
-
-@cache
-def _warn_of_size(num_tokens: int) -> None:
-    _log.warning("the trace lacks micro-batches that have other than %d tokens here", num_tokens)
 
 
 def steps_apart(

@@ -56,12 +56,7 @@ class Watch:
         self._input = weakref.ref(hidden_states)
         self._end_step_of_passes()
         self._left = (self._left or _num_passes(self.layers[0].config)) - 1
-        if self._left == 0:
-            self._end_behind(hidden_states)
-        self.say()
-
-    def _end_behind(self, hidden_states: Any) -> None:
-        if hidden_states.requires_grad:
+        if self._left == 0 and hidden_states.requires_grad:
             # A graph keeps its input, and a layer its graph: a hook that kept the layer would keep
             # all three, and NCCL, which waits for graphs that captured it, would never end.
             me = weakref.ref(self)
@@ -71,6 +66,7 @@ class Watch:
                     watch._end_step_of_passes()
 
             hidden_states.register_hook(end_step)
+        self.say()
 
     def _end_step_of_passes(self) -> None:
         """End the step, if it has had all its passes and did not end before."""
