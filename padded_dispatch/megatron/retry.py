@@ -108,8 +108,8 @@ class Retry:
         still_dropped = self._dropped_since(dropped)
         if still_dropped:
             raise RuntimeError(
-                f"a repeated step must drop no row, got {still_dropped} dropped rows in step "
-                f"{self.num_steps}, which dropped {num_dropped} before; please report this defect"
+                f"a repeated step must drop no row, got {still_dropped} dropped rows after "
+                f"{num_dropped} in its first run; please report this defect"
             )
         first.restore()
         return results
@@ -136,9 +136,8 @@ class Retry:
         """Log the first, second, fourth, eighth ... retry on rank 0."""
         if self.num_retried.bit_count() == 1 and dist.get_rank() == 0:
             _log.warning(
-                "retried steps: %d of %d; step %d dropped %d rows and ran again without dropping",
+                "retried steps: %d of %d; this one dropped %d rows and ran again without dropping",
                 self.num_retried,
-                self.num_steps,
                 self.num_steps,
                 num_dropped,
             )

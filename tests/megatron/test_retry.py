@@ -7,6 +7,7 @@ layers run eagerly for a while.
 import contextlib
 import dataclasses
 import random
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +69,7 @@ def test_a_second_drop_raises(alone):
         training = Training(RETRIED, on_overflow="retry")
         with (
             patch.object(retry, "dropping_nothing", lambda layers: contextlib.nullcontext()),
-            pytest.raises(RuntimeError, match=r"must drop no row, got \d+ dropped rows in step 1"),
+            pytest.raises(RuntimeError, match=r"must drop no row, got \d+ dropped rows after"),
         ):
             training.passes()
 
@@ -92,7 +93,9 @@ def test_evaluation_passes_through_and_retries_are_logged_more_and_more_rarely(a
     assert [text.partition(";")[0] for text in retries] == [
         f"retried steps: {n} of {n}" for n in (1, 2, 4)
     ]
-    assert retries[0].endswith("rows and ran again without dropping")
+    # No step's number: a resumed run has done some before, and others may be left out.
+    words = r".*; this one dropped \d+ rows and ran again without dropping"
+    assert all(re.fullmatch(words, text) for text in retries)
 
 
 def test_a_loop_without_retry_is_refused():
