@@ -261,7 +261,9 @@ class _Loop:
 
     def checkpoint_and_decide_exit(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
         """End the run before the checkpoint of its last step, and where the loop ends early."""
-        if given["iteration"] >= self._training.get_args().train_iters:
+        args = self._training.get_args()
+        rest = range(given["iteration"] + 1, args.train_iters + 1)
+        if all(step in args.iterations_to_skip for step in rest):
             self._end()
         if ends := call():
             self._end()

@@ -64,6 +64,7 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
         iteration=0,
         curr_iteration=0,
         train_iters=6,
+        iterations_to_skip=[],
         exit_interval=None,
         log_interval=2,
         moe_per_layer_logging=False,
@@ -114,6 +115,8 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
     def train(forward_step_func, model, data_iterator, config, forward_backward_func):
         total_loss_dict: dict[str, Any] = {}
         for iteration in range(args.iteration, args.train_iters):
+            if iteration + 1 in args.iterations_to_skip:
+                continue
             if module.before is not None:
                 module.before(iteration)
             args.curr_iteration = iteration
@@ -333,9 +336,11 @@ def test_steps_behind_the_last_line_are_read_where_the_loop_ends_early(loop):
     train(loop)
     written = loop.tensorboard.scalars["moe/dropped"]
     assert [step for step, _ in written] == [1, 3] and written == loop.wandb.scalars["moe/dropped"]
-    loop.get_args().exit_interval, loop.read = None, []
-    train(loop)
-    assert loop.read == [3, 3, 3, 4, 4, 5]  # That of the last step comes before its checkpoint.
+    loop.get_args().exit_interval = None
+    for left_out, read in ([], [1, 1, 1, 2, 2, 3]), ([2, 6], [1, 1, 2, 3]):
+        loop.get_args().iterations_to_skip, loop.read, loop.tensorboard = left_out, [], Writer()
+        train(loop)
+        assert loop.read == read  # That of the last step comes before its checkpoint.
 
 
 def test_steps_before_an_exit_of_the_rerun_state_machine_are_read(loop):
