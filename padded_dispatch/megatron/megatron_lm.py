@@ -67,7 +67,7 @@ class _Run:
             require(interval is None, flag(field), interval, rule, fix)
         self._options = padded_options(config)
         self._step = step
-        self.telemetry = Telemetry(chunks, every=args.log_interval, step=step)
+        self._telemetry = Telemetry(chunks, every=args.log_interval, step=step)
         self._num_recorded = get_num_microbatches()
         self._recorder = self._record(config, step)
         if self._recorder is not None:  # Also after an error, and where the process ends.
@@ -93,7 +93,7 @@ class _Run:
         """Do what follows a step; Megatron-LM may have skipped some (`--iterations-to-skip`)."""
         for _ in range(max(1, step - self._step)):
             self._step += 1
-            if (reading := self.telemetry.step()) is not None:
+            if (reading := self._telemetry.step()) is not None:
                 self._show(reading)
         if self._retry is not None and self._retry.num_retried > self._num_retried:
             self._num_retried = self._retry.num_retried
@@ -124,7 +124,7 @@ class _Run:
         """
         if step % self._args.log_interval != 0 and not first:
             return None
-        self._show(reading := self.telemetry.take())
+        self._show(reading := self._telemetry.take())
         if self._retry is not None:
             self._line["moe/retried_steps"] = self._retry.num_retried
         num_steps = max(1, total_loss_dict.get("advanced iterations", 0) + (not skipped))
@@ -134,7 +134,7 @@ class _Run:
 
     def finish(self) -> None:
         """Show the last reading, after the last step."""
-        if (reading := self.telemetry.take(now=True)).num_steps:
+        if (reading := self._telemetry.take(now=True)).num_steps:
             self._show(reading)
         self.follow(reading)
         self._flush()
@@ -142,7 +142,7 @@ class _Run:
     def follow(self, reading: Snapshots) -> None:
         """Follow `on_overflow`; where it ends the run, all figures are written."""
         try:
-            self.telemetry.follow(reading)
+            self._telemetry.follow(reading)
         except RuntimeError:
             self._flush()
             raise
@@ -282,12 +282,12 @@ class _Loop:
         """
         if self._chunks is not chunks:
             config: Any = get_model_config(chunks[0])
-            ours = [False] * dist.get_world_size()
+            of_ranks = [False] * dist.get_world_size()
             if config.num_moe_experts is not None:
-                dist.all_gather_object(ours, is_ours(config))
-            if any(ours):
+                dist.all_gather_object(of_ranks, is_ours(config))
+            if ours := any(of_ranks):
                 require_own_weights(chunks, optimizer)
-            self._run = _Run(self._training, chunks, step=steps_done) if any(ours) else None
+            self._run = _Run(self._training, chunks, step=steps_done) if ours else None
             self._chunks = chunks
         return self._run
 

@@ -107,11 +107,10 @@ def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]
     if not same:
         same = [{"about": run_about, "rows": []}]
         runs += same
-    same[-1]["rows"] += rows
-    finite = json.loads(json.dumps({"runs": runs}), parse_constant=lambda name: None)
+    same[-1]["rows"] += json.loads(json.dumps(rows), parse_constant=lambda name: None)
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        unfinished.write_text(json.dumps(finite, indent=1) + "\n")
+        unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -23,7 +23,6 @@ import functools
 import gc
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -254,9 +253,9 @@ def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
         if not is_ours(getattr(captured, "config", None)):
             return create(runner, *args, **kwargs)
         logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
-        with ExitStack() as undo, Patches() as patches:
-            undo.callback(Copies(counting_tensors(captured)).restore)
-            undo.callback(put_logged_back, logged)
+        with Patches() as patches:
+            patches.callback(Copies(counting_tensors(captured)).restore)
+            patches.callback(put_logged_back, logged)
             if FREES_GRAPH_INPUTS:
                 # All that a forward's capture gives back to this pool are buffers of inputs.
                 patches.set(_CudagraphGlobalRecord.tensor_reuse_pool, "insert", lambda buffer: None)
