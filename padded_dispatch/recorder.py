@@ -18,7 +18,6 @@ Letters: M micro-batches of a step; T tokens; K experts per token; E experts.
 
 import logging
 from collections.abc import Mapping
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
@@ -31,8 +30,7 @@ from padded_dispatch.config import require
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import Selection
 from padded_dispatch.trace import HEADER_BYTES, Trace, TracedRun, append, record_bytes
-
-_warn_once = cache(logging.getLogger("padded_dispatch").warning)
+from padded_dispatch.utils.logs import log_once
 
 MAX_BYTES = 2**30  # of a rank's file; fewer steps are traced to fit
 
@@ -68,7 +66,8 @@ class RoutingBuffer:
         )
         num_tokens = self.ids_MTK.shape[1]
         if len(asked_TE) != num_tokens:
-            _warn_once("the trace lacks micro-batches of other than %d tokens here", num_tokens)
+            lacks = f"the trace lacks micro-batches of other than {num_tokens} tokens here"
+            log_once(lacks, logging.WARNING)
             asked_TE, probs_TE = (t.new_zeros(num_tokens, t.shape[1]) for t in (asked_TE, probs_TE))
         expert_TK = make_plan(asked_TE, top_k=self.ids_MTK.shape[2]).expert_TK
         probs_TK = choice_probs(probs_TE, expert_TK)

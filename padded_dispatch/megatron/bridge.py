@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from padded_dispatch.megatron.config import is_ours, log_once, padded_options
+from padded_dispatch.megatron.config import is_ours, padded_options
 from padded_dispatch.megatron.stacked_linear import StackedLinear
+from padded_dispatch.utils.logs import log_once
 from padded_dispatch.utils.patches import PATCHED, Patches
 
 _CONVERSION = "megatron.bridge.models.conversion.model_bridge"

@@ -4,8 +4,6 @@ The rows of `padded_dispatch.megatron.fields` decide what is refused; this modul
 """
 
 import dataclasses
-import functools
-import logging
 import re
 from typing import Any
 
@@ -22,8 +20,7 @@ from padded_dispatch.config import (
 from padded_dispatch.megatron.compat import captures, captures_iteration
 from padded_dispatch.megatron.fields import KEPT, REFUSED, REPLACED, Refused
 from padded_dispatch.megatron.options import PaddedOptions, require_options
-
-_log = logging.getLogger("padded_dispatch")
+from padded_dispatch.utils.logs import log_once
 
 # The dispatcher's word in Megatron's config.
 NAME = "padded_alltoall"
@@ -63,12 +60,6 @@ _NAMES = {
     "etp_size": "expert_tensor_parallel_size",
 }
 _MEGATRONS = re.compile(rf"\b({'|'.join(_NAMES)})\b")
-
-
-@functools.cache
-def log_once(line: str, level: int = logging.INFO) -> None:
-    """Log a line, unless this process has logged it before."""
-    _log.log(level, line)
 
 
 def check_config(config: Any) -> None:

@@ -39,7 +39,7 @@ from padded_dispatch.experts.padded import Sent
 from padded_dispatch.experts.store import Store, room_of_pass
 from padded_dispatch.megatron.chunks import Chunk, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
-from padded_dispatch.megatron.config import check_config, check_pipeline, log_once, padded_options
+from padded_dispatch.megatron.config import check_config, check_pipeline, padded_options
 from padded_dispatch.megatron.experts import (
     chosen_experts,
     in_fp8,
@@ -48,6 +48,7 @@ from padded_dispatch.megatron.experts import (
 )
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
+from padded_dispatch.utils.logs import log_once
 from padded_dispatch.utils.phases import trains
 
 # The tensors of `Plan`; experts and places keep the shape that the tokens came in.

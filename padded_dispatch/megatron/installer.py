@@ -22,12 +22,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.megatron.bridge import keep_options
 from padded_dispatch.megatron.compat import captures_moe
-from padded_dispatch.megatron.config import NAME, check_config, log_once, take_over
+from padded_dispatch.megatron.config import NAME, check_config, take_over
 from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import PaddedMoELayer, build
 from padded_dispatch.megatron.megatron_lm import follow_training
 from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.megatron.stacked_linear import following_zeros
+from padded_dispatch.utils.logs import log_once
 from padded_dispatch.utils.patches import PATCHED, Patches
 
 _FIELD: Any = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]

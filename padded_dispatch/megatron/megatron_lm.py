@@ -29,12 +29,13 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.config import is_ours, last_layer, log_once, padded_options
+from padded_dispatch.megatron.config import is_ours, last_layer, padded_options
 from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
 from padded_dispatch.recorder import RoutingBuffer, TraceRecorder, steps_apart
 from padded_dispatch.trace import TracedRun, steps_before
 from padded_dispatch.utils.flags import flag
+from padded_dispatch.utils.logs import log_once
 from padded_dispatch.utils.patches import PATCHED
 from padded_dispatch.utils.results import require_folder
 

@@ -1,1 +1,1 @@
-"""Helpers without a domain: processes, results files, profiler ranges."""
+"""Helpers without a domain: processes, results files, lines of the log, profiler ranges."""

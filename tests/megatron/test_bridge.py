@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, bridge, install, uninstall
 from padded_dispatch.megatron.bridge import _CONTAINERS, KEY, show_single_experts, single_experts
-from padded_dispatch.megatron.config import log_once
+from padded_dispatch.utils.logs import log_once
 from tests.support import parity, tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")

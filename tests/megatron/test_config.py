@@ -19,10 +19,10 @@ from padded_dispatch.megatron.config import (
     check_experts,
     check_pipeline,
     dispatch_config,
-    log_once,
     take_over,
 )
 from padded_dispatch.megatron.fields import KEPT, REFUSED, REPLACED
+from padded_dispatch.utils.logs import log_once
 
 INSTALLED = f"{package_info.MAJOR}.{package_info.MINOR}"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from padded_dispatch.counters import Counters
 from padded_dispatch.megatron import PaddedOptions, dispatcher
 from padded_dispatch.megatron.compat import found
-from padded_dispatch.megatron.config import log_once
+from padded_dispatch.utils.logs import log_once
 from tests.support import tiny
 from tests.support.parity import megatron
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from padded_dispatch.megatron import PaddedOptions, stacked_linear
 from padded_dispatch.megatron import experts as megatron_experts
-from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.experts import (
     _FIELDS,
     StackedExperts,
     chosen_experts,
     require_gradients_arrive,
 )
+from padded_dispatch.utils.logs import log_once
 from tests.megatron.test_stacked_linear import biases_of
 from tests.support import parity, tiny
 from tests.support.direct_parity import differences

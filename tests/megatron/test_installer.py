@@ -11,8 +11,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.compat import graph_scopes, layer_graphs
-from padded_dispatch.megatron.config import check_config, log_once
+from padded_dispatch.megatron.config import check_config
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.utils.logs import log_once
 from tests.support import tiny
 
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from padded_dispatch import recorder as recorders
 from padded_dispatch.megatron import PaddedOptions, Retry, install, megatron_lm, uninstall
-from padded_dispatch.megatron.config import log_once
 from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.retry import dropping_nothing
 from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
+from padded_dispatch.utils.logs import log_once
 from tests.megatron.test_telemetry import T, model, watch
 from tests.support import tiny
 from tests.support.gpt import megatron_adam, types_of_gpus
