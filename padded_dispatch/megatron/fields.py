@@ -1,7 +1,7 @@
 """Fields of Megatron's TransformerConfig that the padded path refuses, or that it replaces.
 
 Each row follows from reading the uses of its field in Megatron-Core 0.16.1 to 0.20. A version may
-lack a field. All others act as in stock Megatron, or nowhere; FIELDS.md counts them.
+lack a field. All others act as in stock Megatron, or nowhere.
 
 `REFUSED`: the value would be ignored, or give wrong or untested results.
 `REPLACED`: recipes set the field for another dispatcher; it is accepted, the log says once what
