@@ -66,7 +66,7 @@ class RoutingBuffer:
         )
         num_tokens = self.ids_MTK.shape[1]
         if len(asked_TE) != num_tokens:
-            lacks = f"the trace lacks micro-batches of other than {num_tokens} tokens here"
+            lacks = f"the trace leaves out micro-batches that do not have {num_tokens} tokens"
             log_once(lacks, logging.WARNING)
             asked_TE, probs_TE = (t.new_zeros(num_tokens, t.shape[1]) for t in (asked_TE, probs_TE))
         expert_TK = make_plan(asked_TE, top_k=self.ids_MTK.shape[2]).expert_TK

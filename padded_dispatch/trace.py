@@ -150,8 +150,8 @@ def merge(parts: Mapping[Any, Trace]) -> Trace:
             before = seen.setdefault((step, layer, rank), name)
             if before is not name:
                 raise ValueError(
-                    f"step {step}, layer {layer}, rank {rank} is in {before} and {name}; give "
-                    "every recording once"
+                    f"step {step}, layer {layer}, rank {rank} must be in one trace, got it in "
+                    f"{before} and {name}; give every trace once"
                 )
     arrays = {name: np.concatenate([getattr(t, name) for t in parts.values()]) for name in _ARRAYS}
     whole = replace(first, **arrays)

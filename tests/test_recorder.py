@@ -126,4 +126,4 @@ def test_a_microbatch_of_another_size_is_recorded_as_padding(caplog):
         assert filled.ids_MTK[1].eq(-1).all() and not filled.probs_MTK[1].any()
     observe(filled, 1)
     assert filled.ids_MTK[1].tolist() == choices(1)[0]
-    assert caplog.messages == ["the trace lacks micro-batches of other than 7 tokens here"]
+    assert caplog.messages == ["the trace leaves out micro-batches that do not have 7 tokens"]

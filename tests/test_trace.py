@@ -71,7 +71,7 @@ def test_parts_come_together_by_step_microbatch_layer_and_rank():
 
 def test_parts_that_do_not_match_are_refused():
     trace = small_trace(steps=[3], layers=[1], ranks=[0])
-    with pytest.raises(ValueError, match="step 3, layer 1, rank 0 is in a and b; give"):
+    with pytest.raises(ValueError, match="rank 0 must be in one trace, got it in a and b; give"):
         merge({"a": trace, "b": trace})
     other = small_trace(steps=[4], layers=[1], ranks=[0], num_ranks=3)
     with pytest.raises(ValueError, match=r"b: num_ranks must be 2, as in a, got 3; give files"):

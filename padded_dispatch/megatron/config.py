@@ -126,7 +126,7 @@ def take_over(config: Any) -> None:
     for name, note in REPLACED.items():
         if name not in _FIELDS or _read(config, name) in (None, _FIELDS[name].default):
             continue
-        log_once(f"set for another dispatcher: {name}={_read(config, name)!r}: {note}")
+        log_once(f"{name}={_read(config, name)!r} is for another dispatcher; here: {note}")
         if name not in KEPT:
             setattr(config, name, _FIELDS[name].default)
 

@@ -122,7 +122,7 @@ def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
         True,
         "be False with Megatron's DDP and experts of the layer's spec, whose weight gradients DDP "
         "would not see",
-        "set it, set experts='packed', or train with Megatron-FSDP",
+        "set it to False, set experts='packed', or train with Megatron-FSDP",
     )
 
 
@@ -374,8 +374,8 @@ def _refused(config: Any) -> str:
     if config.fp8 and config.fp8_recipe not in _FP8_RECIPES:
         recipe = getattr(config.fp8_recipe, "value", config.fp8_recipe)
         found.append(
-            f"  fp8_recipe={recipe!r}: they scale rows, which is coarser; known are "
-            f"{' and '.join(_FP8_RECIPES)}. Remedy: {_REMEDY}."
+            f"  fp8_recipe={recipe!r}: their scale per row is coarser than this recipe's; they "
+            f"support {' and '.join(_FP8_RECIPES)}. Remedy: {_REMEDY}."
         )
     clamp, fused = config.activation_func_clamp_value, config.bias_activation_fusion
     leaves_out = fused and config.activation_func is F.silu and not FUSED_SWIGLU_CLAMPS
@@ -391,7 +391,7 @@ _row = partial(Refused, remedy=_REMEDY)
 _FIELDS = (
     _row(
         "activation_func",
-        f"known are {', '.join(get_args(Function))}",
+        f"they support {', '.join(get_args(Function))}",
         refuses=lambda function: function not in _FUNCTIONS,
     ),
     _row("activation_func_fp8_input_store", "the activation keeps its input as it is"),
@@ -405,9 +405,9 @@ _FIELDS = (
         refuses=lambda size: (size or 1) > 1,
     ),
     _row("init_model_with_meta_device", "Megatron-FSDP cannot reset stacked weights"),
-    _row("fp16", "they compute in bf16, on CPUs in any other dtype, too"),
-    _row("fp4", "they compute in bf16"),
-    _row("quant_recipe", "they compute in bf16"),
+    _row("fp16", "they do not compute in fp16"),
+    _row("fp4", "they compute in bf16 or e4m3"),
+    _row("quant_recipe", "they compute in bf16 or e4m3"),
     _row(
         "offload_modules",
         "they offload neither expert_fc1 nor moe_act",

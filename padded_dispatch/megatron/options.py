@@ -93,15 +93,15 @@ class PaddedOptions:
 
     capacity_pool: CapacityPool = _option(
         "auto",
-        "which rows share room: store: all rows of a rank's experts, of all layers, for packed "
-        "experts; expert: those of one (source rank, expert), a fixed number of slots; auto: store "
-        "for packed experts, else expert",
+        "rows that share room: store: those of all layers, for packed experts; expert: those of "
+        "one (source rank, expert), a fixed number of slots; auto: store for packed experts, else "
+        "expert",
         choices=get_args(CapacityPool),
     )
     experts: Experts = _option(
         "auto",
-        "auto: ours where the config allows it, else module; module: those of the layer's spec, "
-        "on padded rows; packed: ours, on real rows",
+        "auto: packed where the config allows it, else module; module: those of the layer's spec, "
+        "on padded rows; packed: those of this package, on real rows",
         choices=get_args(Experts),
     )
     exchange: ExchangeKind = _option(
@@ -124,9 +124,9 @@ class PaddedOptions:
     )
     on_overflow: OnOverflow = _option(
         "warn",
-        "when a layer dropped more than the threshold: warn: log it at the first, second, fourth, "
-        "eighth ... time; error: end the run; retry: before the optimizer, repeat each step that "
-        "dropped anything without dropping",
+        "when a layer dropped more than the threshold: warn: log it the 1st, 2nd, 4th, 8th ... "
+        "time; error: end the run; retry: repeat each step that dropped rows without dropping, "
+        "before the optimizer",
         choices=get_args(OnOverflow),
     )
     overflow_threshold: float = _option(0.0, "share of a layer's rows that may be dropped")

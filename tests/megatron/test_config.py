@@ -121,14 +121,14 @@ def test_what_is_set_for_another_dispatcher_is_logged_once_and_reset(name, caplo
     default = getattr(megatron_config(), name)
     value = OTHER_VALUES.get(name, 7 if "num" in name else True)
     config = megatron_config(**{name: value})
-    line = f"{name}={value!r}: {REPLACED[name]}"
+    line = f"{name}={value!r} is for another dispatcher; here: {REPLACED[name]}"
     assert value != default
     log_once.cache_clear()
     with caplog.at_level("INFO"):
         for made in (config, config, megatron_config(**{name: value})):
             take_over(made)
             assert getattr(made, name) == (value if name in KEPT else default)
-    assert caplog.messages == [f"set for another dispatcher: {line}"]
+    assert caplog.messages == [line]
     check_config(config)
 
 

@@ -284,8 +284,9 @@ def test_a_clamp_that_megatron_would_leave_out_is_refused(monkeypatch):
 
 E4M3 = {"fp8": "e4m3", "fp8_recipe": "tensorwise", "moe_ffn_hidden_size": 32}
 NOT_BLOCKWISE = (
-    "packed experts do not support\n  fp8_recipe='blockwise': they scale rows, which is coarser; "
-    'known are tensorwise and delayed. Remedy: PaddedOptions(experts="module").'
+    "packed experts do not support\n  fp8_recipe='blockwise': their scale per row is coarser than "
+    "this recipe's; they support tensorwise and delayed. "
+    'Remedy: PaddedOptions(experts="module").'
 )
 
 

@@ -98,7 +98,7 @@ def test_help_shows_choices_and_defaults(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "--padded-layer-factors LAYER_FACTORS factors of single layers" in text
     assert (
-        "--padded-experts {auto,module,packed}, --experts {auto,module,packed} auto: ours" in text
+        "--padded-experts {auto,module,packed}, --experts {auto,module,packed} auto: packed" in text
     )
     defaults = [text.partition(" ")[0] for text in text.split("(default: ")[1:]]
     assert defaults == ["auto)"] * 3 + ["none)"] * 2 + ["warn)", "0.0)", "none)"]
