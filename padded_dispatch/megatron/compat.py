@@ -157,9 +157,9 @@ def number_in_model(router: Any) -> int:
     """Return a router's layer number in the model, from 1.
 
     From 0.17 on Megatron numbers layers for multi-token prediction from 1 again; here they follow
-    the others.
+    the others. In hybrid stacks of 0.18 and 0.19 only their names tell them apart.
     """
-    later = getattr(router, "is_mtp_layer", False)
+    later = getattr(router, "is_mtp_layer", False) or "mtp" in router.layer_name.split(".")
     return router.layer_number + (router.config.num_layers if later else 0)
 
 

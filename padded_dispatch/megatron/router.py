@@ -56,10 +56,13 @@ def select_after_counting(router: Any, dispatcher: PaddedAlltoAllTokenDispatcher
 class SelectAfterCounting(TopKRouter):
     """A router that counts the map that the tokens asked for, and returns the map that is kept.
 
-    `dispatcher`: that of the layer.
+    Attributes:
+        dispatcher: that of the layer.
+        layer_name: "mtp.layers.1.mtp_model_layer.layers.0.mlp" or so in hybrid stacks from 0.18 on.
     """
 
     dispatcher: PaddedAlltoAllTokenDispatcher
+    layer_name: str = ""
     _settings: Values | None = None
 
     def set_layer_number(self, layer_number: int) -> None:

@@ -135,8 +135,8 @@ class Telemetry:
         self.layers: tuple[int, ...] = tuple(settings)
         factors = settings[self.layers[0]].options.layer_factors
         for number, factor in factors.items():
-            # The config of a hybrid stack does not say which have experts. In 0.18 and 0.19 those
-            # of its multi-token prediction have numbers, and so factors, of the stack's own layers.
+            # The config of a hybrid stack does not say which have experts. Those that predict
+            # different tokens have one number, and so one factor.
             has = number in settings and settings[number].config.capacity_factor == factor
             rule = f"name layers with experts, {self.layers}, by Megatron's numbers"
             require(has, "layer_factors", factors, rule, f"leave out layer {number}")
@@ -353,8 +353,8 @@ def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:
 def by_number(layers: Iterable[Any]) -> dict[int, Any]:
     """Return MoE layers by `number_in_model`; those without a free number follow, in their order.
 
-    A layer that no transformer layer surrounds has none. Hybrid stacks of 0.18 and 0.19 number
-    layers of multi-token prediction from 1, as others.
+    A layer that no transformer layer surrounds has none. Those of a hybrid stack that predict
+    different tokens share theirs.
     """
     found: dict[int, Any] = {}
     others = []

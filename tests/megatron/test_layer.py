@@ -1,6 +1,7 @@
 """`PaddedMoELayer` and `padded_spec`: the padded path without `install()`."""
 
 import dataclasses
+import functools
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,12 +16,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.mamba import mamba_layer_specs
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import saved_tensors_hooks
 
 from padded_dispatch.megatron import PaddedMoELayer, PaddedOptions, padded_spec
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher, counting_tensors
+from padded_dispatch.megatron.layer import build
+from padded_dispatch.megatron.telemetry import by_number
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -63,6 +67,25 @@ def test_spec_of_a_hybrid_stack():
     assert layers.attention_layer is stack.submodules.attention_layer
     local = padded_spec(dataclasses.replace(stack.submodules, moe_layer=tiny.layer_spec()))
     assert type(build_module(local.moe_layer, config=tiny.config()).mlp) is PaddedMoELayer
+
+
+def test_a_name_tells_where_a_layer_of_a_hybrid_stack_is(monkeypatch):
+    """Here in one of "E|E|EE|EEEE/*E", two stages of two parts."""
+    init = MoELayer.__init__
+    monkeypatch.setattr(MoELayer, "__init__", lambda *args, name, **more: init(*args, **more))
+    config = tiny.changed(
+        tiny.config(num_layers=8, mtp_num_layers=1),
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        padded_dispatch=PaddedOptions(experts="packed"),
+    )
+    made = []
+    for number, name in ((1, "0"), (3, "0"), (4, "1"), (2, "1")):
+        stack = "mtp.layers.1.mtp_model_layer" if number == 2 else "decoder"
+        named = functools.partial(build, name=f"{stack}.layers.{name}.mlp")
+        monkeypatch.setattr("padded_dispatch.megatron.layer.build", named)
+        made.append(tiny.layer(config, padded_spec(tiny.layer_spec()), number))
+    assert list(by_number(made)) == [1, 3, 4, 10]
 
 
 def test_experts_are_built_without_the_op_fuser(monkeypatch):

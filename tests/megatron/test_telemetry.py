@@ -243,7 +243,7 @@ def test_a_factor_of_a_layer_without_experts_is_refused():
     with pytest.raises(ValueError, match=words):
         Telemetry([model(2, 7, is_hybrid_model=True, num_layers=8, layer_factors={3: 2.0})])
     with pytest.raises(ValueError, match=r"\(1, 2\), by Megatron's numbers, .* leave out layer 2"):
-        # The second is as in multi-token prediction of 0.18 and 0.19.
+        # They share a number, as a hybrid stack has them for different tokens.
         Telemetry([model(1, 1, is_hybrid_model=True, num_layers=2, layer_factors={2: 2.0})])
 
 
