@@ -6,6 +6,7 @@ ranks, another virtual stage, or a number that does not rise, as in another mode
 it alive.
 """
 
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ def join(
     dispatch_config: Callable[[], DispatchConfig],
     pipeline: Any = None,
     group: Any = None,
+    name: str = "",
 ) -> tuple[Chunk, list[int]]:
     """Let a layer join the chunk of the one before it, or begin a new chunk.
 
@@ -47,14 +49,18 @@ def join(
         dispatch_config: returns the config of the layer's training passes.
         pipeline: the pipeline group; None for Megatron's own.
         group: the expert-parallel group.
+        name: see `SelectAfterCounting.layer_name`.
 
     Returns:
         The chunk, and the numbers of the layer's calls in the store: several if it is repeated for
         multi-token prediction, or takes a sequence in parts; none if backward always runs it again.
     """
     global _last
-    stage, index = _place(config, number, pipeline)
-    key, chunk = (group, stage), None if _last is None else _last()
+    stage, index = _place(config, number, pipeline, name)
+    chunk = None if _last is None else _last()
+    if stage is None and chunk is not None:  # Multi-token prediction follows in the last stage.
+        stage = chunk.key[1]
+    key = group, stage
     if chunk is None or chunk.config is not config or chunk.key != key or number <= chunk.number:
         chunk = Chunk(config=config, key=key, store=Store())
         _last = weakref.ref(chunk)
@@ -63,8 +69,11 @@ def join(
     return chunk, [chunk.store.add(dispatch_config) for _ in range(num_calls)]
 
 
-def _place(config: Any, number: int, pipeline: Any) -> tuple[int, int]:
-    """Return a layer's virtual stage, and how many layers of it come before."""
+def _place(config: Any, number: int, pipeline: Any, name: str) -> tuple[int | None, int]:
+    """Return a number of a layer's virtual stage, and how many layers of it come before."""
+    if place := re.search(r"\.layers\.(\d+)\.mlp$", name):  # In a hybrid stack: a part of a stage.
+        index = int(place[1])
+        return number - index if number <= config.num_layers else None, index
     virtual = config.virtual_pipeline_model_parallel_size
     # Multi-token prediction follows the last layer.
     if config.pipeline_model_parallel_size == 1 or number > config.num_layers:

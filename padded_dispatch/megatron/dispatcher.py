@@ -318,8 +318,9 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         self.experts.in_fp8 = in_fp8(self.config, number)
         if self._chunk is None:
             training = partial(getattr, self.configs, "training")
+            name = self.configs.router.layer_name
             self._chunk, self._numbers = join(
-                self.config, number, training, self._pipeline, self.ep_group
+                self.config, number, training, self._pipeline, self.ep_group, name
             )
             self.store = self._chunk.store if self._numbers else None
 

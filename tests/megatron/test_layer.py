@@ -77,6 +77,9 @@ def test_a_name_tells_where_a_layer_of_a_hybrid_stack_is(monkeypatch):
         tiny.config(num_layers=8, mtp_num_layers=1),
         pipeline_model_parallel_size=2,
         virtual_pipeline_model_parallel_size=2,
+        recompute_granularity="full",
+        recompute_method="block",
+        recompute_num_layers=1,
         padded_dispatch=PaddedOptions(experts="packed"),
     )
     made = []
@@ -86,6 +89,9 @@ def test_a_name_tells_where_a_layer_of_a_hybrid_stack_is(monkeypatch):
         monkeypatch.setattr("padded_dispatch.megatron.layer.build", named)
         made.append(tiny.layer(config, padded_spec(tiny.layer_spec()), number))
     assert list(by_number(made)) == [1, 3, 4, 10]
+    first, *last = [one.token_dispatcher._chunk for one in made]
+    assert len({first, *last}) == 2 and last == [last[0]] * 3
+    assert [one.token_dispatcher._numbers for one in made] == [[], [], [0], [1]]
 
 
 def test_experts_are_built_without_the_op_fuser(monkeypatch):
