@@ -8,13 +8,15 @@ rank, for `padded-dispatch tune`.
 
 import math
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,7 @@ from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.telemetry import Telemetry
 from padded_dispatch.recorder import TraceRecorder
 from padded_dispatch.train.data import Windows, load_corpus
-from padded_dispatch.train.metrics import Meter, Row, Step, mean_over_ranks, now
+from padded_dispatch.train.metrics import Meter, Row, Step, means_over_ranks, now
 from padded_dispatch.train.model import (
     EAGER_STEPS,
     build_chunks,
@@ -120,7 +122,7 @@ class Trainer:
         losses = self._run_passes(self.held_out, 0, num_passes, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
-        return mean_over_ranks(losses, self.device)
+        return means_over_ranks([losses], self.device)[0]
 
     def _run_passes(
         self, windows: Windows, first: int, num_passes: int, *, forward_only: bool = False
@@ -161,22 +163,34 @@ def train(settings: Settings, device: torch.device) -> Outcome:
     with megatron_state(settings):
         meter = Meter(settings, device)
         trainer = Trainer(settings, device)
+        outcome = Outcome(rows=[], evaluations={})
         with ExitStack() as ends:
-            outcome = _run(trainer, meter, ends)
-        pool = _chosen(trainer.chunks).get("capacity_pool")
-        meter.write(outcome.rows, outcome.evaluations, pool)
+            if dist.get_rank() == 0:
+                ends.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _stop))
+            ends.callback(_write, trainer, meter, outcome)  # Also what a run had that ends early.
+            _run(trainer, meter, outcome, ends)
         if trainer.graphs:
             trainer.graphs.delete()  # Process groups cannot be destroyed while graphs exist.
         release(trainer.chunks)
     return outcome
 
 
-def _run(trainer: Trainer, meter: Meter, ends: ExitStack) -> Outcome:
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # A second one must not stop the writing.
+    raise SystemExit(128 + number)
+
+
+def _write(trainer: Trainer, meter: Meter, outcome: Outcome) -> None:
+    pool = _chosen(trainer.chunks).get("capacity_pool")
+    meter.write(outcome.rows, outcome.evaluations, pool)
+
+
+def _run(trainer: Trainer, meter: Meter, outcome: Outcome, ends: ExitStack) -> None:
     settings, output = trainer.settings, trainer.settings.output
     ours = settings.dispatch.dispatcher == "padded_alltoall"
     # It warns of drops, or raises, as `on_overflow` says.
     telemetry = Telemetry(trainer.chunks, every=output.log_every) if ours else None
-    tracer, rows, evaluations = _tracer(trainer), [], {}
+    tracer, rows, evaluations = _tracer(trainer), outcome.rows, outcome.evaluations
     if tracer:
         ends.callback(tracer.close)  # Also behind a step that ends the run.
     for number in range(1, output.steps + 1):
@@ -199,7 +213,6 @@ def _run(trainer: Trainer, meter: Meter, ends: ExitStack) -> Outcome:
         if output.eval_every and (last or number % output.eval_every == 0):
             evaluations[number] = trainer.evaluate()
             show(f"step {number} | held-out loss {evaluations[number]:.4f}")
-    return Outcome(rows=rows, evaluations=evaluations)
 
 
 def _chosen(chunks: list[Any]) -> dict[str, str]:

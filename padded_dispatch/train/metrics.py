@@ -15,6 +15,7 @@ from torch import Tensor
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.train.model import fusions
 from padded_dispatch.train.settings import Settings
+from padded_dispatch.utils.launch import show
 from padded_dispatch.utils.results import about, append_run
 
 _CONTENDERS = {
@@ -84,46 +85,46 @@ class Row:
         return " | ".join(parts)
 
 
-def mean_over_ranks(losses: list[Tensor], device: torch.device) -> float:
-    """Return the mean loss over all ranks; some ranks may have no losses."""
-    sums = _sums(losses, device)
-    dist.all_reduce(sums)
-    loss_sum, num_losses = sums.tolist()
-    return loss_sum / num_losses
-
-
-def _sums(losses: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum and the number of this rank's losses, fp64 [2] on `device`, without a wait."""
+def means_over_ranks(losses: list[list[Tensor]], device: torch.device) -> list[float]:
+    """Return the mean of each list over all ranks; some ranks may have empty ones."""
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack((sum(losses, zero), zero + len(losses)))
+    sums = torch.stack([torch.stack((sum(some, zero), zero + len(some))) for some in losses])
+    dist.all_reduce(sums)
+    return (sums[:, 0] / sums[:, 1]).tolist()
 
 
 class Meter:
-    """Records the steps of a run. All ranks must call all methods.
+    """Records the steps of a run.
 
     Construct it before the model, whose peaks of memory are counted from then on.
     """
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings, self._device = settings, device
-        self._steps: list[Step] = []
-        self._num_read = 0
+        self._unread: list[Step] = []
+        self._read: list[tuple[float, float, float]] = []  # loss, ms and host_ms of each step
         if device.type == "cuda":
             symmetric_memory.reset_peaks()
 
     def add(self, step: Step) -> None:
         """Record a step."""
-        self._steps.append(step)
+        self._unread.append(step)
 
     def read(self) -> Row:
-        """Return the figures since the last call, the same on all ranks; waits for the device."""
-        steps, self._num_read = self._steps[self._num_read :], len(self._steps)
+        """Return the figures since the last call, the same on all ranks, which must all call this.
+
+        It waits for the device.
+        """
+        steps, self._unread = self._unread, []
         steps[-1].done.synchronize()
-        step_ms = statistics.mean(step.start.elapsed_time(step.done) for step in steps)
+        samples_ms = [step.start.elapsed_time(step.done) for step in steps]
+        losses = means_over_ranks([step.losses for step in steps], self._device)
+        self._read += zip(losses, samples_ms, [step.host_ms for step in steps], strict=True)
+        step_ms = statistics.mean(samples_ms)
         retried = [step.retried for step in steps if step.retried is not None]
         return Row(
-            step=len(self._steps),
-            loss=mean_over_ranks([loss for step in steps for loss in step.losses], self._device),
+            step=len(self._read),
+            loss=statistics.mean(losses),
             lr=steps[-1].lr,
             step_ms=step_ms,
             tokens_per_s=_tokens(self._settings) / step_ms * 1e3,
@@ -131,21 +132,18 @@ class Meter:
         )
 
     def write(self, rows: list[Row], evaluations: dict[int, float], pool: str | None) -> None:
-        """Append the run as one row to its results file; `pool`: which rows shared room.
+        """Append what was read as one row to the results file; `pool`: which rows shared room.
 
         `loss` has every step; `step` and `dropped` are those of the lines of progress, and times
-        are of the second half of the steps.
+        are of the second half of the steps. A run that was stopped, or failed, is `ended_early`.
         """
-        sums = torch.stack([_sums(step.losses, self._device) for step in self._steps])
-        dist.all_reduce(sums)
-        losses = (sums[:, 0] / sums[:, 1]).tolist()
         settings = self._settings
         recipe, dispatch, output = settings.recipe, settings.dispatch, settings.output
-        if dist.get_rank() != 0 or output.out is None:
+        if dist.get_rank() != 0 or output.out is None or not self._read:
             return
-        steady = self._steps[len(self._steps) // 2 :]
-        samples = [step.start.elapsed_time(step.done) for step in steady]
-        ms, on_gpu = statistics.median(samples), self._device.type == "cuda"
+        losses, samples_ms, host_ms = zip(*self._read, strict=True)
+        steady = slice(len(losses) // 2, None)
+        ms, on_gpu = statistics.median(samples_ms[steady]), self._device.type == "cuda"
         row = {
             "model": settings.preset,
             "ep": settings.layout.ep,
@@ -158,8 +156,8 @@ class Meter:
             "fusions": fusions(settings),
             "pool": pool,
             "ms": ms,
-            "samples_ms": samples,
-            "host_ms": statistics.median(step.host_ms for step in steady),
+            "samples_ms": samples_ms[steady],
+            "host_ms": statistics.median(host_ms[steady]),
             "tokens_per_s": _tokens(settings) / ms * 1e3,
             "allocated_gib": symmetric_memory.allocated_gib() if on_gpu else None,
             "loss": losses,
@@ -168,6 +166,9 @@ class Meter:
         }
         if any(r.retried is not None for r in rows):
             row["retried"] = sum(r.retried or 0 for r in rows)
+        if len(losses) < output.steps:
+            row["ended_early"] = True
+            show(f"ended early: {len(losses)} of {output.steps} steps are in {output.out}")
         run = about(
             num_gpus=settings.layout.workers if on_gpu else 0,
             command=" ".join(["padded-dispatch", *sys.argv[1:]]),

@@ -152,10 +152,13 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _end(workers: set[BaseProcess]) -> None:
-    for worker in workers:
-        worker.terminate()
+    """End rank 0 first: it may wait for its peers before it can write what it has."""
+    first_to_last = sorted(workers, key=lambda worker: worker.pid or 0)
     deadline = time.monotonic() + _END_S
-    for worker in workers:
-        worker.join(max(0.0, deadline - time.monotonic()))
-        worker.kill()  # It may be inside a driver's call.
-        worker.join(_END_S)
+    for together in (first_to_last[:1], first_to_last[1:]):
+        for worker in together:
+            worker.terminate()
+        for worker in together:
+            worker.join(max(0.0, deadline - time.monotonic()))
+            worker.kill()  # It may be inside a driver's call.
+            worker.join(_END_S)

@@ -1,6 +1,8 @@
 """The commands: several contenders in the same processes, and what a run comes to."""
 
 import json
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +12,8 @@ from megatron.core import parallel_state
 
 from padded_dispatch.train import command
 from padded_dispatch.train.arguments import read, read_compare
-from padded_dispatch.train.loop import Outcome
+from padded_dispatch.train.loop import Outcome, Trainer
+from padded_dispatch.train.metrics import Step
 from tests.support.tiny import only_worker
 
 SMALL = "--steps 2 --seq-length 24 --micro-batch 3"
@@ -50,14 +53,15 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     ]
 
 
-def test_a_contender_that_fails_leaves_the_rows_of_all_others(tmp_path, capfd):
+def test_a_contender_that_fails_leaves_the_rows_of_all(tmp_path, capfd):
     path = tmp_path / "results.json"
     fails = "--vs --padded-on-overflow error --padded-capacity-pool expert --capacity-factor 0.5"
     flags = f"{SMALL} --device cpu --workers 1 --out {path} {fails} --vs --seed 1 2 {fails}"
     with pytest.raises(SystemExit, match="1"):
         compare(flags)
     (run,) = json.loads(path.read_text())["runs"]
-    assert [row["seed"] for row in run["rows"]] == [1, 2]
+    assert [row["seed"] for row in run["rows"]] == [1234, 1, 2, 1234]
+    assert [row.get("ended_early") for row in run["rows"]] == [True, None, None, True]
     found = capfd.readouterr()
     words = fails.removeprefix("--vs ")
     assert found.err.splitlines()[-1] == f"2 of 4 failed: 1/4 {words}; 4/4 {words}"
@@ -65,6 +69,25 @@ def test_a_contender_that_fails_leaves_the_rows_of_all_others(tmp_path, capfd):
     # Also those that fail print the line of their last step, with what it dropped.
     lines = [line for line in found.out.splitlines() if line.startswith("step ")]
     assert lines and all(" | dropped " in line for line in lines)
+
+
+def test_a_run_that_is_stopped_leaves_what_it_had(tmp_path, capfd):
+    path, whole = tmp_path / "results.json", Trainer.step
+
+    def step(trainer: Trainer, number: int) -> Step:
+        if number == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(trainer, number)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    flags = f"{SMALL} --steps 9 --log-every 2 --eval-every 2 --out {path} --vs"
+    with only_worker(), patch.object(Trainer, "step", step), pytest.raises(SystemExit, match="143"):
+        compare(flags)
+    assert signal.getsignal(signal.SIGTERM) is handler
+    ((row,),) = (run["rows"] for run in json.loads(path.read_text())["runs"])
+    assert row["ended_early"] and (row["step"], row["held_out"]["step"]) == ([1, 2], [2])
+    assert len(row["loss"]) == 2 and len(row["samples_ms"]) == 1 and row["pool"] == "store"
+    assert capfd.readouterr().out.endswith(f"\nended early: 2 of 9 steps are in {path}\n")
 
 
 @pytest.mark.parametrize(("losses", "code"), [([5, 4], 0), ([4, 5], 1), ([5], 0)])

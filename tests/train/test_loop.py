@@ -197,7 +197,7 @@ def test_evaluation_is_whole_rounds_of_the_pipeline_over_a_text_at_most_once(
 ):
     """Of ten windows four sequences are read by two ranks in each pass: eight, then two."""
     settings = parse(f"{SMALL} --micro-batch 4 {flags}".split())
-    monkeypatch.setattr(loop, "mean_over_ranks", lambda losses, device: 0.0)
+    monkeypatch.setattr(loop, "means_over_ranks", lambda losses, device: [0.0])
     text = np.zeros(1_000_001, np.uint8)
     monkeypatch.setattr(loop, "load_corpus", lambda text_folder: (text, text))
     loop.Trainer(settings, CPU).evaluate()

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,23 @@ def job(how: str) -> Any:
     dist.barrier()
     # More than a pipe holds.
     return total.item(), os.environ["WORLD_SIZE"], torch.get_num_threads(), "x" * 2**17
+
+
+def ends_with_its_peer(parent: int, path: Path) -> None:
+    dist.init_process_group("gloo")
+
+    def end(*_: object) -> None:
+        time.sleep(0.1)
+        dist.barrier()
+        path.touch()
+        os._exit(0)
+
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGTERM, end)
+        os.kill(parent, signal.SIGTERM)
+        time.sleep(60)
+    while True:
+        dist.barrier()
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +86,13 @@ def test_the_rank_that_failed_first_is_named(capsys, how, first, last):
         start_workers(job, (how,), num_workers=2)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == first and lines[-1] == (last or first)
+
+
+def test_peers_of_rank_0_go_on_until_it_has_ended(tmp_path, capfd):
+    with pytest.raises(SystemExit, match="143"):
+        start_workers(ends_with_its_peer, (os.getpid(), tmp_path / "met"), num_workers=2)
+    assert (tmp_path / "met").exists()
+    assert capfd.readouterr().err == "SIGTERM: stopping all workers\n"
 
 
 def test_under_torchrun_the_function_is_only_called(monkeypatch):
