@@ -14,7 +14,6 @@ Letters: Y layers, W numbers in `totals`.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -186,12 +185,14 @@ def count_in_torch(
 class Snapshot:
     """Counts of several layers over a stretch of time, summed over all sources.
 
-    `Counters` explains the counts that are not listed; passes of S sources in one step are S
-    passes. Properties are float64 [Y], NaN where nothing was counted.
+    Passes of S sources in one step are S passes. Shares and factors are float64 [Y], NaN where
+    nothing was counted.
 
     Attributes:
         layers_Y: numbers of the layers.
         top_k: K.
+        totals_YW: rows of `Counters.totals`, summed; see `counts`.
+        max_need_Y: the largest needs, see `Counters`.
         share_rows_Y: rows of the store of each layer in perfect balance, the sum of `config.share`
             over the layers that share it; None if rows lie in cells.
         idle_passes_YR: for each rank of the expert-parallel group, passes in which its experts
@@ -201,22 +202,20 @@ class Snapshot:
     layers_Y: Ints
     top_k: int
     share_rows_Y: Ints | None = None
-    demand_YE: Ints
-    kept_YE: Ints
-    lost_tokens_Y: Ints
-    num_positions_Y: Ints
-    num_passes_Y: Ints
-    num_slots_Y: Ints
-    num_unplaced_Y: Ints
-    struck_Y: Ints
-    num_again_Y: Ints
+    totals_YW: Ints
     max_need_Y: Ints
     idle_passes_YR: Ints
 
     @property
+    def counts(self) -> dict[str, Ints]:
+        """The counts by their names in `Counters`, [Y] or [Y, E]."""
+        return counts_in(self.totals_YW)
+
+    @property
     def dropped_share(self) -> Floats:
         """Rows that found no room over rows asked for."""
-        return _ratio((self.demand_YE - self.kept_YE).sum(1), self.demand_YE.sum(1))
+        asked_Y, kept_Y = (self.counts[name].sum(1) for name in ("demand_E", "kept_E"))
+        return _ratio(asked_Y - kept_Y, asked_Y)
 
     @property
     def needed_factor(self) -> Floats:
@@ -227,16 +226,17 @@ class Snapshot:
         """
         if self.share_rows_Y is not None:
             return _ratio(self.max_need_Y, self.share_rows_Y)
-        num_experts = self.demand_YE.shape[1]
-        choices_Y = self.num_positions_Y * self.top_k
-        return _ratio(self.max_need_Y * num_experts * self.num_passes_Y, choices_Y)
+        counts = self.counts
+        num_experts = counts["demand_E"].shape[1]
+        choices_Y = counts["num_positions"] * self.top_k
+        return _ratio(self.max_need_Y * num_experts * counts["num_passes"], choices_Y)
 
     def figures(self) -> dict[str, float]:
         """Return one number per figure for all layers, by the names that logs use.
 
         Overloads and needed factor are the largest of a layer. Empty if nothing was counted.
         """
-        if not self.num_passes_Y.any():
+        if not self.counts["num_passes"].any():
             return {}
         of_layers = self.figures_of_layers()
         sums = {
@@ -270,48 +270,25 @@ class Snapshot:
         lost_tokens: a count, see `Counters`.
         fill: kept rows per slot.
         """
+        counts, demand_YE = self.counts, self.counts["demand_E"]
         num_layers, num_ranks = self.idle_passes_YR.shape
-        demand_YR = self.demand_YE.reshape(num_layers, num_ranks, -1).sum(2)
+        demand_YR = demand_YE.reshape(num_layers, num_ranks, -1).sum(2)
         columns = {
             "layer": self.layers_Y,
             "dropped": self.dropped_share,
-            "expert_overload": _ratio(self.demand_YE.max(1), self.demand_YE.mean(1)),
+            "expert_overload": _ratio(demand_YE.max(1), demand_YE.mean(1)),
             "rank_overload": _ratio(demand_YR.max(1), demand_YR.mean(1)),
             "needed_factor": self.needed_factor,
             "idle_passes": self.idle_passes_YR.sum(1),
-            "struck": self.struck_Y,
-            "unplaced": self.num_unplaced_Y,
+            "struck": counts["struck"],
+            "unplaced": counts["num_unplaced"],
         }
         if self.share_rows_Y is None:
-            columns["lost_tokens"] = self.lost_tokens_Y
-            columns["fill"] = _ratio(self.kept_YE.sum(1), self.num_slots_Y)
+            columns["lost_tokens"] = counts["lost_tokens"]
+            columns["fill"] = _ratio(counts["kept_E"].sum(1), counts["num_slots"])
         else:
-            columns["again"] = _ratio(self.num_again_Y, self.demand_YE.sum(1))
+            columns["again"] = _ratio(counts["num_again"], demand_YE.sum(1))
         return {name: np.nan_to_num(column).tolist() for name, column in columns.items()}
-
-
-def snapshot_of(
-    totals_YW: Ints,
-    max_need_Y: Ints,
-    idle_passes_YR: Ints,
-    *,
-    layers: Sequence[int],
-    top_k: int,
-) -> Snapshot:
-    """Make a snapshot of cells from rows of `Counters.totals`, summed, and the largest needs.
-
-    `idle_passes_YR` stands for `idle_passes` among the totals, which does not name the rank.
-    """
-    counts = counts_in(totals_YW)
-    return Snapshot(
-        layers_Y=np.array(layers, dtype=np.int64),
-        top_k=top_k,
-        demand_YE=counts["demand_E"],
-        kept_YE=counts["kept_E"],
-        max_need_Y=max_need_Y,
-        idle_passes_YR=idle_passes_YR,
-        **{f"{name}_Y": counts[name] for name in SCALARS if name != "idle_passes"},
-    )
 
 
 def _ratio(part_Y: NDArray[Any], whole_Y: NDArray[Any]) -> Floats:

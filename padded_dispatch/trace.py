@@ -121,8 +121,12 @@ class Trace:
     def microbatches(self) -> NDArray[np.int64]:
         """Micro-batch of each record: its place among those of its (step, layer, rank), [N]."""
         keys = np.stack([self.steps, self.layers, self.ranks])
-        _, series = np.unique(keys, axis=1, return_inverse=True)
-        return running_count(series.reshape(-1))
+        series = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+        order = np.argsort(series, kind="stable")
+        ascending = series[order]
+        places = np.empty(len(order), np.int64)
+        places[order] = np.arange(len(order)) - np.searchsorted(ascending, ascending)
+        return places
 
     def where(self, chosen: NDArray[np.bool_ | np.int64]) -> "Trace":
         """Return the records for which `chosen` is True, in their order, or those that it lists."""
@@ -157,20 +161,6 @@ def merge(parts: Mapping[Any, Trace]) -> Trace:
     whole = replace(first, **arrays)
     order = np.lexsort((whole.ranks, whole.layers, whole.microbatches, whole.steps))
     return whole.where(order)
-
-
-def running_count(values: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Count how often each value occurs before its place, [N].
-
-    Example: 7, 5, 7, 7 gives 0, 0, 1, 2.
-    """
-    order = np.argsort(values, kind="stable")
-    starts = np.ones(len(values), bool)
-    starts[1:] = np.diff(values[order]) != 0
-    places = np.arange(len(values))
-    counts = np.empty(len(values), np.int64)
-    counts[order] = places - np.maximum.accumulate(np.where(starts, places, 0))
-    return counts
 
 
 def load_traces(paths: Sequence[Path]) -> Trace:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.counters import Counters, Snapshot, snapshot_of
+from padded_dispatch.counters import Counters, Snapshot
 from padded_dispatch.experts.plain import store_offsets
 from padded_dispatch.experts.store import Room
 from padded_dispatch.routing.select import select
@@ -76,7 +76,13 @@ def snapshot() -> Snapshot:
     totals_W = counters.totals.numpy()
     idle_passes_YR = np.array([[0, 2], [0, 0]])
     totals_YW = np.stack([totals_W, np.zeros_like(totals_W)])
-    return snapshot_of(totals_YW, np.array([5, 0]), idle_passes_YR, layers=(3, 5), top_k=K)
+    return Snapshot(
+        layers_Y=np.array([3, 5]),
+        top_k=K,
+        totals_YW=totals_YW,
+        max_need_Y=np.array([5, 0]),
+        idle_passes_YR=idle_passes_YR,
+    )
 
 
 def test_rows_without_a_slot_need_a_factor_that_has_them():
@@ -98,12 +104,12 @@ def test_rows_without_a_slot_need_a_factor_that_has_them():
 def test_a_snapshot_has_the_counts_of_the_counters():
     seen = snapshot()
     assert seen.layers_Y.tolist() == [3, 5]
-    assert seen.demand_YE.tolist() == [[10, 8, 0, 2], [0] * 4]
-    assert seen.kept_YE.tolist() == [[6, 6, 0, 2], [0] * 4]
-    assert seen.lost_tokens_Y[0] == 2  # token 3 keeps neither
-    assert (seen.num_positions_Y[0], seen.num_passes_Y[0]) == (2 * T, 2)
-    assert (seen.num_slots_Y[0], seen.num_unplaced_Y[0]) == (2 * E * 3, 7)
-    assert (seen.struck_Y[0], seen.max_need_Y[0]) == (3, 5)
+    assert seen.counts["demand_E"].tolist() == [[10, 8, 0, 2], [0] * 4]
+    assert seen.counts["kept_E"].tolist() == [[6, 6, 0, 2], [0] * 4]
+    assert seen.counts["lost_tokens"][0] == 2  # token 3 keeps neither
+    assert (seen.counts["num_positions"][0], seen.counts["num_passes"][0]) == (2 * T, 2)
+    assert (seen.counts["num_slots"][0], seen.counts["num_unplaced"][0]) == (2 * E * 3, 7)
+    assert (seen.counts["struck"][0], seen.max_need_Y[0]) == (3, 5)
 
 
 def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():

@@ -16,7 +16,6 @@ Letters: Y layers of the whole model, R ranks of the expert-parallel group, W co
 sums (its totals, then the idle passes of each rank).
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Iterable
@@ -30,7 +29,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, require
-from padded_dispatch.counters import Ints, Snapshot, counts_in, snapshot_of
+from padded_dispatch.counters import Ints, Snapshot, counts_in
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import device_of, is_padded
@@ -88,8 +87,9 @@ def overflow_words(snapshots: Snapshots, settings: "LayerSettings") -> str:
     needed = np.nan_to_num(training.needed_factor).max()
     factor = math.ceil(round(needed * 100, 6)) / 100
     of_all, more = f"{training.figures()['dropped']:.2%} of all rows", ""
-    if struck := int(training.struck_Y.sum()):
-        of_all += f", {struck / training.demand_YE.sum():.2%} for want of a slot between ranks"
+    if struck := int(training.counts["struck"].sum()):
+        share = struck / training.counts["demand_E"].sum()
+        of_all += f", {share:.2%} for want of a slot between ranks"
         more = " or more"
     if settings.options.layer_factors:
         more += " without layer_factors"
@@ -306,13 +306,19 @@ class Reader:
 
     def _snapshot(self, phase: int, sums: Ints, largest: Ints) -> Snapshot:
         totals_YW, idle_YR = np.split(sums[phase], [self.settings.num_totals], axis=1)
-        names = {"layers": self._layers, "top_k": self.settings.config.top_k}
-        found = snapshot_of(totals_YW, largest[phase], idle_YR, **names)
-        if not self.settings.shares_per_token:
-            return found
-        rows_Y = self._shares_per_token[phase] * found.num_positions_Y
-        rows_Y //= np.maximum(found.num_passes_Y, 1)
-        return dataclasses.replace(found, share_rows_Y=rows_Y)
+        rows_Y = None
+        if self.settings.shares_per_token:
+            counts = counts_in(totals_YW)
+            rows_Y = self._shares_per_token[phase] * counts["num_positions"]
+            rows_Y //= np.maximum(counts["num_passes"], 1)
+        return Snapshot(
+            layers_Y=np.array(self._layers),
+            top_k=self.settings.config.top_k,
+            share_rows_Y=rows_Y,
+            totals_YW=totals_YW,
+            max_need_Y=largest[phase],
+            idle_passes_YR=idle_YR,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ def test_a_layer_in_evaluation_inside_a_step_counts_and_logs_show_what_was_dropp
         found = read()
     assert found.training.dropped_share[0] == 0
     assert found.evaluation.dropped_share[1] >= 0.5
-    assert found.evaluation.num_passes_Y.tolist() == [0, case.microbatches]
+    assert found.evaluation.counts["num_passes"].tolist() == [0, case.microbatches]
 
 
 def test_a_second_drop_raises(alone):

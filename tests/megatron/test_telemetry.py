@@ -85,9 +85,9 @@ def test_snapshots_come_one_step_after_each_read_was_started():
     ends = {step: (one.step, one.num_steps) for step, one in found.items()}
     assert ends == {2: (1, 1), 4: (3, 2), 7: (6, 3), 9: (8, 2)}
     parts = [snapshots.training for snapshots in found.values()]
-    assert [int(part.num_passes_Y[0]) for part in parts] == [1, 2, 3, 2]
-    assert sum(part.demand_YE[0] for part in parts).tolist() == counts.demand_E.tolist()
-    assert sum(part.kept_YE[0] for part in parts).tolist() == counts.kept_E.tolist()
+    assert [int(part.counts["num_passes"][0]) for part in parts] == [1, 2, 3, 2]
+    assert sum(part.counts["demand_E"][0] for part in parts).tolist() == counts.demand_E.tolist()
+    assert sum(part.counts["kept_E"][0] for part in parts).tolist() == counts.kept_E.tolist()
     assert max(int(part.max_need_Y[0]) for part in parts) == counts.largest
 
 
@@ -169,10 +169,10 @@ def test_an_early_read_loses_nothing_of_a_pending_one():
     run(chunk[0], 1)
     assert telemetry.step() is None
     snapshot = telemetry.read().training
-    assert snapshot.demand_YE[0].tolist() == counts.demand_E.tolist()
+    assert snapshot.counts["demand_E"][0].tolist() == counts.demand_E.tolist()
     assert snapshot.max_need_Y[0] == counts.largest
     empty = telemetry.read().training
-    assert not empty.demand_YE.any() and empty.max_need_Y[0] == 0 and empty.figures() == {}
+    assert not empty.counts["demand_E"].any() and empty.max_need_Y[0] == 0 and empty.figures() == {}
 
 
 def test_earlier_counts_are_left_out_and_totals_may_wrap():
@@ -185,8 +185,8 @@ def test_earlier_counts_are_left_out_and_totals_may_wrap():
     run(chunk[0], 2)
     assert before == T and (counters.demand_E < 0).any()
     snapshot = telemetry.read().training
-    assert snapshot.num_positions_Y.tolist() == [T]
-    assert snapshot.demand_YE.sum() == T * tiny.TOP_K
+    assert snapshot.counts["num_positions"].tolist() == [T]
+    assert snapshot.counts["demand_E"].sum() == T * tiny.TOP_K
 
 
 def test_scalars_have_megatrons_kind_of_names():
@@ -223,10 +223,10 @@ def test_layers_without_a_number_of_their_own_follow_the_others(numbers, expecte
     training = telemetry.read().training
     assert telemetry.layers == tuple(sorted(expected))
     first = telemetry.layers.index(expected[0])
-    assert training.demand_YE[first].tolist() == counts.demand_E.tolist()
+    assert training.counts["demand_E"][first].tolist() == counts.demand_E.tolist()
     alone = Telemetry([chunk[0]])
     run(chunk[0], 2)
-    assert alone.read().training.num_positions_Y.tolist() == [T]
+    assert alone.read().training.counts["num_positions"].tolist() == [T]
 
 
 def test_a_model_without_padded_layers_is_refused():
@@ -266,11 +266,11 @@ def _over_two_ranks() -> tuple[Any, Any]:
 def test_two_ranks_are_summed_and_idle_passes_belong_to_a_rank(pool2):
     (snapshot, first), (again, second) = pool2.run(_over_two_ranks)
     for y in range(2):
-        assert snapshot.demand_YE[y].tolist() == (first[y][0] + second[y][0]).tolist()
-        assert snapshot.kept_YE[y].tolist() == (first[y][1] + second[y][1]).tolist()
+        assert snapshot.counts["demand_E"][y].tolist() == (first[y][0] + second[y][0]).tolist()
+        assert snapshot.counts["kept_E"][y].tolist() == (first[y][1] + second[y][1]).tolist()
         assert snapshot.max_need_Y[y] == max(first[y][2], second[y][2])
-    assert np.array_equal(snapshot.demand_YE, again.demand_YE)
-    assert snapshot.num_passes_Y.tolist() == [6, 6]
+    assert np.array_equal(snapshot.counts["demand_E"], again.counts["demand_E"])
+    assert snapshot.counts["num_passes"].tolist() == [6, 6]
     assert snapshot.idle_passes_YR.tolist() == [[0, 0], [0, 3]]
     assert snapshot.figures_of_layers()["rank_overload"][1] == 2.0
 
@@ -294,8 +294,8 @@ def test_every_stage_sees_all_layers_and_raises_their_errors(pool2):
     assert first == second and "of layer 2 found no room at step 0" in first
     (snapshot, first, _), (_, second, _) = pool2.run(_over_two_stages, "warn")
     assert snapshot.layers_Y.tolist() == [1, 2]
-    assert snapshot.demand_YE.tolist() == [first.tolist(), second.tolist()]
-    assert snapshot.num_passes_Y.tolist() == [1, 1]
+    assert snapshot.counts["demand_E"].tolist() == [first.tolist(), second.tolist()]
+    assert snapshot.counts["num_passes"].tolist() == [1, 1]
 
 
 def _over_tensor_parallel_ranks() -> Any:
@@ -311,4 +311,4 @@ def _over_tensor_parallel_ranks() -> Any:
 
 def test_tokens_that_tensor_parallel_ranks_share_count_once(pool2):
     for snapshot in pool2.run(_over_tensor_parallel_ranks):
-        assert snapshot.num_positions_Y.tolist() == [T]
+        assert snapshot.counts["num_positions"].tolist() == [T]
