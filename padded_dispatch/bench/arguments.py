@@ -1,41 +1,15 @@
 """The flags of `padded-dispatch bench`.
 
-`--help` and a typo import no torch, so defaults that depend on the machine come later:
-`with_defaults`.
+`--help` and a typo import no torch, so defaults that depend on the machine come later, from
+`command.resolve`.
 """
 
 import argparse
-import os
 from pathlib import Path
 from typing import get_args
 
-from padded_dispatch.bench.cases import CONTENDERS, MODELS, README_FLAGS, SKEWS, MainGrad
+from padded_dispatch.bench.cases import CONTENDERS, MODELS, SKEWS, MainGrad
 from padded_dispatch.utils.flags import Parser
-
-
-def with_defaults(given: argparse.Namespace) -> argparse.Namespace:
-    """Return the flags with the machine's defaults, and `workers`; this imports torch."""
-    import torch
-
-    num_gpus = torch.cuda.device_count()
-    device = given.device or ("cuda" if num_gpus else "cpu")
-    default = (num_gpus if device == "cuda" else 2) or 1
-    workers = int(os.environ.get("WORLD_SIZE", max(given.ep or [default])))
-    defaults = {
-        "device": device,
-        "ep": [workers],
-        "models": ["qwen3-30b-a3b", "gpt-oss-20b"] if device == "cuda" else ["tiny"],
-        "tokens": [4096 if device == "cuda" else 64],
-        "contenders": [
-            name
-            for name, contender in CONTENDERS.items()
-            if (device == "cuda" or contender.on_cpu) and not contender.fp8
-        ],
-    }
-    known = {name: value for name, value in vars(given).items() if value is not None}
-    if given.readme:
-        known |= README_FLAGS
-    return argparse.Namespace(**vars(given) | defaults | known, workers=workers)
 
 
 def read_bench(argv: list[str]) -> argparse.Namespace:

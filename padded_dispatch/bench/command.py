@@ -14,8 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from padded_dispatch.bench.arguments import with_defaults
-from padded_dispatch.bench.cases import CONTENDERS, MODELS, Case, sweep
+from padded_dispatch.bench.cases import CONTENDERS, MODELS, README_FLAGS, Case, sweep
 from padded_dispatch.bench.layer import RoutedLayer, build, stock_flags
 from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
 from padded_dispatch.bench.report import differences, line, readme_table, roofline, table
@@ -44,12 +43,28 @@ def main(given: argparse.Namespace) -> int:
 
 
 def resolve(given: argparse.Namespace) -> argparse.Namespace:
-    """Return flags with all defaults, and `cases`.
+    """Return flags with the machine's defaults, `workers` and `cases`.
 
     Raises:
         ValueError: names the option, its rule, its value and the fix.
     """
-    given = with_defaults(given)
+    num_gpus = torch.cuda.device_count()
+    device = given.device or ("cuda" if num_gpus else "cpu")
+    on_gpu = device == "cuda"
+    workers = int(os.environ.get("WORLD_SIZE", max(given.ep or [num_gpus if on_gpu else 2])))
+    defaults = {
+        "device": device,
+        "ep": [workers],
+        "models": ["qwen3-30b-a3b", "gpt-oss-20b"] if on_gpu else ["tiny"],
+        "tokens": [4096 if on_gpu else 64],
+        "contenders": [
+            name for name, one in CONTENDERS.items() if (on_gpu or one.on_cpu) and not one.fp8
+        ],
+    }
+    known = {name: value for name, value in vars(given).items() if value is not None}
+    if given.readme:
+        known |= README_FLAGS
+    given = argparse.Namespace(**vars(given) | defaults | known, workers=workers)
     with errors_name_flags(vars(given)):
         _check(given)
         given.cases = tuple(sweep(given))
