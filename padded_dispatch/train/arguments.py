@@ -13,10 +13,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.options import (
-    add_arguments,
-    from_arguments,
-)
+from padded_dispatch.megatron.options import add_arguments, from_arguments
 from padded_dispatch.train.settings import (
     DROPPING,
     PRESETS,

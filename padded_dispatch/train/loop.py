@@ -164,10 +164,16 @@ def train(settings: Settings, device: torch.device) -> Outcome:
         meter = Meter(settings, device)
         trainer = Trainer(settings, device)
         outcome = Outcome(rows=[], evaluations={})
+        # What the options came to; stock's dispatchers have none.
+        chosen = getattr(moe_layers(trainer.chunks)[0].token_dispatcher, "chosen", {})
+        if chosen:
+            show(", ".join(f"{name}: {value}" for name, value in chosen.items()))
         with ExitStack() as ends:
             if dist.get_rank() == 0:
                 ends.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _stop))
-            ends.callback(_write, trainer, meter, outcome)  # Also what a run had that ends early.
+            # Also what a run had that ends early.
+            given = outcome.rows, outcome.evaluations, chosen.get("capacity_pool")
+            ends.callback(meter.write, *given)
             _run(trainer, meter, outcome, ends)
         if trainer.graphs:
             trainer.graphs.delete()  # Process groups cannot be destroyed while graphs exist.
@@ -180,11 +186,6 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _write(trainer: Trainer, meter: Meter, outcome: Outcome) -> None:
-    pool = _chosen(trainer.chunks).get("capacity_pool")
-    meter.write(outcome.rows, outcome.evaluations, pool)
-
-
 def _run(trainer: Trainer, meter: Meter, outcome: Outcome, ends: ExitStack) -> None:
     settings, output = trainer.settings, trainer.settings.output
     ours = settings.dispatch.dispatcher == "padded_alltoall"
@@ -195,8 +196,6 @@ def _run(trainer: Trainer, meter: Meter, outcome: Outcome, ends: ExitStack) -> N
         ends.callback(tracer.close)  # Also behind a step that ends the run.
     for number in range(1, output.steps + 1):
         meter.add(trainer.step(number))
-        if number == 1 and (chosen := _chosen(trainer.chunks)):
-            show(", ".join(f"{name}: {value}" for name, value in chosen.items()))
         if tracer:
             tracer.step(number)
         if telemetry:
@@ -213,12 +212,6 @@ def _run(trainer: Trainer, meter: Meter, outcome: Outcome, ends: ExitStack) -> N
         if output.eval_every and (last or number % output.eval_every == 0):
             evaluations[number] = trainer.evaluate()
             show(f"step {number} | held-out loss {evaluations[number]:.4f}")
-
-
-def _chosen(chunks: list[Any]) -> dict[str, str]:
-    """Return what the options came to in the first MoE layer; nothing without ours."""
-    dispatchers = [layer.token_dispatcher for layer in moe_layers(chunks)]
-    return getattr(dispatchers[0], "chosen", {}) if dispatchers else {}
 
 
 def _tracer(trainer: Trainer) -> TraceRecorder | None:
