@@ -61,7 +61,12 @@ class _Run:
         config: Any = get_model_config(chunks[0])
         fixes = {"tokens_per_expert": "set --padded-trace FOLDER to record what routers choose"}
         if any(layer.token_dispatcher.packed for layer in padded_moe_layers(chunks).values()):
-            fixes |= dict.fromkeys(("activations", "dgrads"), "set --padded-experts module")
+            fixes |= dict.fromkeys(("activations", "dgrads"), fix := "set --padded-experts module")
+            size = getattr(args, field := "rl_inference_expert_model_parallel_size", None)
+            rule = "be that of training: Megatron copies packed experts to inference as one tensor"
+            require(size in (None, config.expert_model_parallel_size), flag(field), size, rule, fix)
+            rule = "be left out: it masks TEGroupedMLP, and finds none in packed experts"
+            require(not getattr(args, "flextron", False), "--flextron", True, rule, fix)
         for name, fix in fixes.items():
             interval = getattr(args, field := f"save_{name}_interval", None)
             rule = "be left out: it reads the rows of experts' linears, which are padded or none"

@@ -480,22 +480,24 @@ def test_a_trace_that_cannot_be_written_ends_the_run_before_its_first_step(loop)
 
 
 @pytest.mark.parametrize(
-    ("name", "fix", "experts"),
+    ("name", "value", "fix", "experts"),
     [
-        ("tokens-per-expert", "--padded-trace FOLDER", ("packed", "module")),
-        ("activations", "--padded-experts module", ("packed",)),
-        ("dgrads", "--padded-experts module", ("packed",)),
-        ("wgrads", "", ()),
+        ("save-tokens-per-expert-interval", 10, "--padded-trace FOLDER", ("packed", "module")),
+        ("save-activations-interval", 10, "--padded-experts module", ("packed",)),
+        ("save-dgrads-interval", 10, "--padded-experts module", ("packed",)),
+        ("save-wgrads-interval", 10, "", ()),
+        ("flextron", True, "--padded-experts module", ("packed",)),
+        ("rl-inference-expert-model-parallel-size", 2, "--padded-experts module", ("packed",)),
+        ("rl-inference-expert-model-parallel-size", 1, "", ()),  # As in training.
     ],
 )
-def test_files_that_lack_what_experts_compute_are_refused_before_the_first_step(
-    loop, name, fix, experts
+def test_what_reads_parts_that_experts_lack_is_refused_before_the_first_step(
+    loop, name, value, fix, experts
 ):
-    """Packed experts have no modules whose rows Megatron could read, but weights with gradients."""
-    setattr(loop.get_args(), f"save_{name.replace('-', '_')}_interval", 10)
+    """Packed experts have no linears whose rows Megatron could read, but weights with gradients."""
+    setattr(loop.get_args(), name.replace("-", "_"), value)
     for kind in experts:
-        refused = rf"^--save-{name}-interval must be left out: .*, got 10; set {fix}"
-        with pytest.raises(ValueError, match=refused):
+        with pytest.raises(ValueError, match=rf"^--{name} must be .*, got {value}; set {fix}"):
             train(loop, experts=kind)
         assert not loop.calls
     for kind in {"packed", "module"} - {*experts}:
