@@ -1,10 +1,8 @@
-"""The exchange over collectives: layers beside the oracle, what kernels send, what is struck.
+"""The exchange over collectives: sums, what is struck, and that all ranks start the same.
 
-See `tests.support.direct_parity` for payloads; memory is NaN, or the largest integer, before it is
-written.
+`tests/experts/test_packed.py` has whole passes with kernels, `tests/test_dispatcher.py` without.
 """
 
-import dataclasses
 from collections import defaultdict
 from typing import Any
 
@@ -18,49 +16,8 @@ from padded_dispatch import DispatchConfig
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.routing.plan import make_plan
 from tests.support import reference
-from tests.support.direct_parity import Layer, differences, expected, make_inputs, step
 from tests.support.threads import ThreadGroup, _Turns, grid, run_on_threads
 from tests.support.whole_layers import check, make_case
-
-IN_INTERPRETER = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels would not be interpreted; see tests/gpu"
-)
-# The interpreter multiplies the bits of bf16.
-SMALL = Layer(tokens=5, width=8, top_k=2, local_experts=2, dtype=torch.float16)
-OF_RANKS = [{"tokens": num_tokens, "slots": 6} for num_tokens in (3, 1, 6, 2)]
-CPU = torch.device("cpu")
-
-
-def there_and_back(num_ranks: int, etp_size: int, layers: list[Layer], routing: str) -> list[str]:
-    """Send a pass to experts, and back, in kernels of a GPU; return what differs."""
-    group, etp_group, shard = grid(num_ranks, etp_size)
-    layer = layers[dist.get_rank() % len(layers) if dist.is_initialized() else 0]
-    exchange = Collectives(layer.local_experts, group, etp_group, "position")
-    inputs = make_inputs(layer, routing, 0, CPU, exchange)
-    return differences(step(exchange, layer, inputs, shard), expected(layer, inputs, etp_size))
-
-
-@IN_INTERPRETER
-@pytest.mark.parametrize(
-    ("num_ranks", "etp_size", "routing", "changes"),
-    [
-        (1, 1, "uniform", [{}]),
-        (1, 1, "none", [{"level": 1}]),
-        (4, 1, "same", [{"slots": 3}]),
-        (4, 1, "absent", [{"level": 1}]),
-        (1, 2, "uniform", [{"level": 1}]),
-        (2, 2, "idle", [{"slots": 2}]),
-        (2, 2, "uniform", [{"slots": 7}]),
-        (1, 2, "hot", [{"slots": 7}]),
-        (4, 1, "uniform", OF_RANKS),
-        (2, 2, "uniform", OF_RANKS),
-    ],
-    ids=str,
-)
-def test_sums_go_home(num_ranks, etp_size, routing, changes):
-    layers = [dataclasses.replace(SMALL, **one) for one in changes]
-    size, given = num_ranks * etp_size, (num_ranks, etp_size, layers, routing)
-    assert run_on_threads(size, there_and_back, *given) == [[]] * size
 
 
 def test_one_rank_moves_nothing():
@@ -129,19 +86,6 @@ def test_tokens_past_the_slots_of_a_rank_are_struck(policy):
                 assert struck.num_rows == (map_TE & ~expected_TE).sum()
                 of_ranks = [int(part.any(1).sum()) for part in map_TE.split(3, 1)]
                 assert struck.num_asked == max(of_ranks)
-
-
-def test_example_of_strike():
-    map_TE = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]]).bool()
-    probs_TE = torch.tensor([[0.2, 0.2, 0, 0], [0.3, 0, 0.4, 0]])
-    later_TE = torch.tensor([[0.1, 0.1, 0, 0], [0.3, 0, 0.4, 0]])
-    for policy, given_TE, wanted in (
-        ("probs", probs_TE, [[1, 1, 0, 0], [0, 0, 1, 0]]),
-        ("probs", later_TE, [[0, 0, 0, 0], [1, 0, 1, 0]]),
-        ("position", later_TE, [[1, 1, 0, 0], [0, 0, 1, 0]]),
-    ):
-        for kept_TE, _ in run_on_threads(2, _struck, map_TE, given_TE, 1, policy):
-            assert kept_TE.int().tolist() == wanted
 
 
 @pytest.mark.parametrize("factor", [4.0, 0.3])

@@ -29,7 +29,7 @@ from padded_dispatch.kernels import gemm
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from tests.support.device import small_tiles
 from tests.support.direct_parity import differences
-from tests.support.threads import poisoned_memory, run_on_threads, threads_as_ranks
+from tests.support.threads import grid, poisoned_memory, run_on_threads, threads_as_ranks
 from tests.support.whole_layers import OneRank, make_case, stacks_are_empty
 
 pytestmark = pytest.mark.skipif(
@@ -50,9 +50,13 @@ SWIGLU, GPT_OSS = Activation(), Activation(function="quick_gelu", clamp=7.0, off
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model with a layer for each routing, whose experts are those of `ranks` ranks."""
+    """A model with a layer for each routing, whose experts are those of `ranks` ranks, or of `etp`.
+
+    `slots`: P, which may be more than the tokens: other ranks have more.
+    """
 
     ranks: int = 1
+    etp: int = 1
     routings: tuple[str, ...] = ("thin",)
     factor: float = 1.0
     exchange: str = "alltoall"
@@ -73,6 +77,7 @@ class Case:
             capacity_factor=self.factor,
             capacity_pool="store",
             num_ranks=self.ranks,
+            etp_size=self.etp,
         )
 
 
@@ -123,10 +128,10 @@ class Model:
 
 
 def exchange_of(case: Case) -> Any:
-    group = dist.group.WORLD if case.ranks > 1 else None
     if case.exchange == "direct":
-        return DirectStores(case.local_experts, group)
-    return Collectives(case.local_experts, group)
+        return DirectStores(case.local_experts, dist.group.WORLD)
+    group, etp_group, _ = grid(case.ranks, case.etp)
+    return Collectives(case.local_experts, group, etp_group)
 
 
 def forward(
@@ -139,10 +144,9 @@ def forward(
     case, hidden_TD = model.case, model.tokens_TD
     for number in range(len(model.weights)) if numbers is None else numbers:
         weights = model.weights[number]
-        slots = min(case.slots, case.tokens)
-        map_TE, _ = exchange.strike(model.maps_YTE[number], model.probs_YTE[number], slots)
+        map_TE, _ = exchange.strike(model.maps_YTE[number], model.probs_YTE[number], case.slots)
         plan = make_plan(map_TE, top_k=2)
-        wire = exchange.start(plan, hidden_TD, slots)
+        wire = exchange.start(plan, hidden_TD, case.slots)
         prob_TK = choice_probs(model.probs_YTE[number], plan.expert_TK)
         call = Call(wire=wire, take_room=room or partial(model.store.take, [number], case.tokens))
         out_TD = run(hidden_TD, prob_TK, weights, case.activation, call)
@@ -162,10 +166,10 @@ def trained(case: Case, run: Any, dtype: torch.dtype, passes: int = 1) -> dict[s
 
 
 def on_ranks(case: Case, *args: Any) -> list[dict[str, Tensor]]:
-    if case.ranks == 1:
+    if case.ranks * case.etp == 1:
         return [trained(case, *args)]
     with threads_as_ranks():
-        return run_on_threads(case.ranks, trained, case, *args)
+        return run_on_threads(case.ranks * case.etp, trained, case, *args)
 
 
 CASES = [
@@ -180,6 +184,11 @@ CASES = [
     Case(ranks=2, routings=("full", "idle rank"), factor=0.6),
     Case(ranks=4, routings=("one rank", "hot"), factor=0.5, tokens=3),
     Case(ranks=4, routings=("full", "hot", "full"), slots=2),
+    Case(etp=2, routings=("thin", "full"), biased=True),
+    Case(ranks=2, etp=2, routings=("full", "hot"), factor=0.6, slots=2),
+    # Rows of a layer past five shares find no room.
+    Case(ranks=6, routings=("one rank", "hot"), factor=0.3, tokens=3, local_experts=2),
+    Case(ranks=6, routings=("one rank",), exchange="direct", tokens=3, local_experts=2),
     Case(ranks=2, routings=("thin", "full"), exchange="direct", biased=True),
     Case(ranks=2, exchange="direct", routings=("idle rank",), sums=True),
     Case(ranks=2, routings=("one rank", "full", "thin"), exchange="direct", factor=0.5),
@@ -201,7 +210,8 @@ def test_a_pass_beside_the_plain_one(case: Case, scaled: bool):
         ours = on_ranks(case, packed.run, torch.float32)
     dtype = torch.float32 if scaled else torch.float64
     plains = on_ranks(dataclasses.replace(case, exchange="alltoall"), plain.run, dtype)
-    allowed = (8 if scaled else 1) * (WIDTH + FFN + 2 * case.tokens * case.ranks) * 2**-24
+    terms = WIDTH + FFN + 2 * case.tokens * case.ranks * case.etp
+    allowed = (8 if scaled else 1) * terms * 2**-24
     for got, expected in zip(ours, plains, strict=True):
         for name, value in expected.items():
             assert bool(got[name].isfinite().all()), name

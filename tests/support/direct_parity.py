@@ -1,4 +1,4 @@
-"""The wire of a GPU's pass, from tokens to tokens and back, as functions that ranks run.
+"""The wire of direct stores, from tokens to tokens and back, as functions that ranks run.
 
 Experts multiply rows by small whole numbers and add a bias, and tokens, gradients and probabilities
 are whole numbers, too. So all sums are exact, whichever way rows take, and what comes home is known
@@ -79,13 +79,11 @@ class Inputs:
 ROUTINGS = ("uniform", "lognormal-1.0", "hot", "same", "idle", "absent", "none")
 
 
-def make_inputs(
-    layer: Layer, routing: str, seed: int, device: torch.device, exchange: Any = None
-) -> Inputs:
-    """Make random inputs of this rank; `exchange` strikes tokens past its slots."""
+def make_inputs(layer: Layer, routing: str, seed: int, device: torch.device) -> Inputs:
+    """Make random inputs of this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     seed = seed * size + rank
-    num_experts = layer.local_experts * (exchange.num_ranks if exchange else size)
+    num_experts = layer.local_experts * size
     skew = routing if routing in SKEWS else "uniform"
     num_idle = layer.local_experts if routing == "idle" else 0
     num_idle = min(num_idle, num_experts - layer.top_k)
@@ -99,8 +97,6 @@ def make_inputs(
     map_TE &= torch.rand(map_TE.shape, generator=generator) < 0.9  # 0 to K experts per token
     if routing == "none" or (routing == "absent" and rank == size - 1):
         map_TE[:] = False
-    if exchange is not None:
-        map_TE, _ = exchange.strike(map_TE, map_TE.float(), layer.slots or layer.tokens)
     plan = make_plan(map_TE, top_k=layer.top_k)
 
     def whole(low: int, high: int, *shape: int) -> Tensor:
@@ -116,8 +112,8 @@ def make_inputs(
     )
 
 
-def _scale(expert: Tensor, shard: int) -> Tensor:
-    return (expert % 3 + 1 + shard).float()
+def _scale(expert: Tensor) -> Tensor:
+    return (expert % 3 + 1).float()
 
 
 def _bias(expert: Tensor, width: int) -> Tensor:
@@ -133,25 +129,23 @@ class Forward:
     wire: Any
     segments: Segments
     row_SPK: Tensor
-    home_M: Tensor | None
+    home_M: Tensor
     prob_M: Tensor
     weight_LDD: Tensor
     out_TD: Tensor
 
 
-def forward(exchange: Any, layer: Layer, inputs: Inputs, shard: int = 0) -> Forward:
-    """Send tokens to experts, and their outputs home; `shard` numbers ranks that split experts."""
+def forward(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Forward:
+    """Send tokens to experts, and their outputs home."""
     wire = exchange.start(inputs.plan(), inputs.tokens_TD, layer.slots or layer.tokens)
     arrived: Arrived = wire.open(inputs.tokens_TD, inputs.prob_TK)
     num_local, like = layer.local_experts, inputs.tokens_TD
-    if exchange.kind != "none":
-        sizes = len(arrived.expert_SPK), layer.tokens, layer.slots or layer.tokens
-        kept = kept_tokens(*sizes, direct=exchange.kind == "direct")
-        assert kept == arrived.values.rows_SPD[..., 0].numel()
+    sizes = len(arrived.expert_SPK), layer.tokens, layer.slots or layer.tokens
+    assert kept_tokens(*sizes, direct=True) == arrived.values.rows_SPD[..., 0].numel()
     segments = _segments(layer, arrived)
     num_rows = BASE + segments.num_rows
     prob_M = like.new_full((num_rows,), torch.nan, dtype=torch.float32)
-    home_M = None if wire.homes_S is None else like.new_zeros(num_rows, dtype=torch.int64)
+    home_M = like.new_zeros(num_rows, dtype=torch.int64)
     row_SPK = torch.empty_like(arrived.expert_SPK)
     rows_ND = rows.spread_rows(
         **vars(arrived.values),
@@ -165,9 +159,8 @@ def forward(exchange: Any, layer: Layer, inputs: Inputs, shard: int = 0) -> Forw
         prob_M=prob_M,
         home_M=home_M,
     )
-    rank = 0 if exchange.group is None else exchange.group.rank()
-    expert_L = rank * num_local + torch.arange(num_local, device=like.device)
-    scale_LD = _scale(expert_L, shard)[:, None].expand(-1, layer.width)
+    expert_L = dist.get_rank() * num_local + torch.arange(num_local, device=like.device)
+    scale_LD = _scale(expert_L)[:, None].expand(-1, layer.width)
     weight_LDD = torch.diag_embed(scale_LD).to(layer.dtype)
     bias_LO = _bias(expert_L, layer.width).to(layer.dtype)
     given = {"stored": False, "at_M": home_M, "bias_LO": bias_LO, "prob_M": prob_M}
@@ -201,17 +194,17 @@ def _segments(layer: Layer, arrived: Arrived) -> Segments:
     return Segments(offsets=offsets, tiles=gemm.row_tiles(untiled), **sizes)
 
 
-def step(exchange: Any, layer: Layer, inputs: Inputs, shard: int = 0) -> dict[str, Tensor]:
+def step(exchange: DirectStores, layer: Layer, inputs: Inputs) -> dict[str, Tensor]:
     """Run forward and backward of one microbatch."""
-    return backward(forward(exchange, layer, inputs, shard))
+    return backward(forward(exchange, layer, inputs))
 
 
-def expected(layer: Layer, inputs: Inputs, etp_size: int = 1) -> dict[str, Tensor]:
+def expected(layer: Layer, inputs: Inputs) -> dict[str, Tensor]:
     """Return what must come home."""
     expert_TK = inputs.expert_TK
     kept_TK = (expert_TK >= 0) & (inputs.place_TK < layer.level)
-    scale_TK = sum(_scale(expert_TK, shard) for shard in range(etp_size)) * kept_TK
-    beside_TK = torch.where(kept_TK, inputs.prob_TK * etp_size, 0)
+    scale_TK = _scale(expert_TK) * kept_TK
+    beside_TK = torch.where(kept_TK, inputs.prob_TK, 0)
     bias_TD = (_bias(expert_TK, layer.width) * beside_TK[..., None]).sum(1)
     scale_T1 = scale_TK.sum(1, keepdim=True)
     return {
