@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 
 from tests.support import rows  # as it is now
-from tests.support.pool import WorkerPool, end_idle_workers, forget_models, num_threads
+from tests.support.pool import WorkerPool, forget_models
 
 MAX_THREADS = 60  # of a process at the end of a session
 
@@ -42,11 +42,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_threads() -> Iterator[None]:
-    """Fail if this process or a worker has many threads at the end."""
+    """Fail if this process has many threads at the end."""
     yield
     gc.unfreeze()  # for a normal interpreter shutdown
-    threads = end_idle_workers() | {os.getpid(): num_threads(os.getpid())}
-    assert max(threads.values()) <= MAX_THREADS, f"destroy the groups that a test makes: {threads}"
+    assert len(os.listdir("/proc/self/task")) <= MAX_THREADS, "destroy the groups that a test makes"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,7 +78,7 @@ def gpu_pools() -> Iterator[dict[int, WorkerPool]]:
     pools = {ranks: WorkerPool(ranks, backend="nccl") for ranks in (1, 2, 4, 8)}
     yield pools
     for pool in pools.values():
-        pool.close()
+        pool.end()
 
 
 @pytest.fixture

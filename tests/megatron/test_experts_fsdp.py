@@ -24,8 +24,9 @@ from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.experts import require_weights_stay
 from padded_dispatch.utils.patches import Patches
 from tests.support import tiny
+from tests.support.gpt import model_inputs
 from tests.support.parity import megatron
-from tests.support.pool import WorkerPool, end_idle_workers
+from tests.support.pool import WorkerPool
 
 LENGTH, VOCAB = 8, 64
 
@@ -101,13 +102,7 @@ def losses(
     )
     if options:
         config.padded_dispatch = PaddedOptions(**options)
-    model = GPTModel(
-        config,
-        tiny.layer_spec(),
-        vocab_size=VOCAB,
-        max_sequence_length=LENGTH,
-        share_embeddings_and_output_weights=False,
-    )
+    model = GPTModel(config, tiny.layer_spec(), VOCAB, LENGTH)
     ddp = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy=strategy,
@@ -119,14 +114,12 @@ def losses(
     sharded: Any = FullyShardedDataParallel(config, ddp, model, device=torch.device("cpu"))
     named = sharded.module.param_and_grad_buffer.optimizer_named_parameters
     optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
-    future = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
     found = []
     for step in (*range(steps - 1), 0):
         generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
         ids = torch.randint(VOCAB, (2, LENGTH + 1), generator=generator)
-        positions = torch.arange(LENGTH).expand(2, -1)
         sharded.zero_grad_buffer()
-        loss = sharded(ids[:, :-1].contiguous(), positions, future, labels=ids[:, 1:]).mean()
+        loss = sharded(**model_inputs(ids)).mean()
         loss.backward()
         sharded.finish_grad_sync()
         optimizer.step()
@@ -137,11 +130,10 @@ def losses(
 
 @pytest.fixture(autouse=True)
 def workers_end(pool2: WorkerPool) -> Iterator[None]:
-    """Take new workers, and end them: caches of DTensor keep meshes, and those hold groups.
+    """End the workers: caches of DTensor keep meshes, and those hold groups.
 
-    Workers that other tests, also of this file, had used have died in Megatron-FSDP's collectives.
+    Workers that other tests had used have died in Megatron-FSDP's collectives.
     """
-    end_idle_workers()
     yield
     pool2.end()
 

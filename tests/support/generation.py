@@ -155,13 +155,7 @@ def gpt(
     spec = get_gpt_layer_local_spec
     if case.on_gpu:
         spec = get_gpt_layer_with_transformer_engine_spec
-    model: Any = GPTModel(
-        config,
-        spec(**experts),
-        vocab_size=case.vocab,
-        max_sequence_length=case.max_tokens,
-        share_embeddings_and_output_weights=False,
-    )
+    model: Any = GPTModel(config, spec(**experts), case.vocab, case.max_tokens)
     if weights is not None:
         model.load_state_dict(weights)
     if case.on_gpu:

@@ -68,7 +68,6 @@ def ddp_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
             position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
             mtp_block_spec=mtp,
             vp_stage=vp_stage,
         )

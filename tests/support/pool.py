@@ -1,9 +1,7 @@
-"""Worker processes that run functions on every rank of a group, and are used again and again.
+"""Worker processes that run functions on every rank of a group.
 
-Processes are started once per size and session: a closed pool leaves its workers to the next one,
-which gives them a new default group. Before that, they destroy all groups: each gloo group has
-threads, and some thousands of them would slow down every later test. On CPUs, workers are forked
-from one process that has imported what they need; CUDA does not survive a fork.
+On CPUs, workers are forked from one process that has imported what they need, so they start at
+once; CUDA does not survive a fork.
 """
 
 import gc
@@ -16,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +21,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore, distributed_c10d
+from torch.distributed import TCPStore
 
 from padded_dispatch.utils.launch import torchrun_env
 
@@ -32,8 +29,6 @@ _START_S = 120.0  # imports and rendezvous, on a busy laptop
 _PEERS_S = 2.0  # after the first error, for peers that do not wait for that rank
 _context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 _context.set_forkserver_preload(["tests.support.training", "torch._dynamo"])
-_numbers = count()
-_idle: dict[int, list["_Workers"]] = {}
 _groups: dict[tuple[int, ...], Any] = {}  # by their ranks
 
 
@@ -50,12 +45,13 @@ class WorkerError(RuntimeError):
 
 
 class WorkerPool:
-    """Worker processes with a default process group, which is made in the first `run`."""
+    """Worker processes with a default process group; they start in the first `run`."""
 
     def __init__(self, num_workers: int, *, backend: str = "gloo") -> None:
         self.num_workers = num_workers
         self.backend = backend
-        self._workers: _Workers | None = None
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """Call `fn(*args)` on every worker and return the results by rank.
@@ -63,32 +59,42 @@ class WorkerPool:
         Unless all of them raised, some may be stuck in a collective after an error: all are ended,
         and the next `run` starts new ones.
         """
-        if self._workers is None:
-            idle = _idle.get(self.num_workers) or [_Workers(self.num_workers)]
-            self._workers = idle.pop()
-            self._run(_begin, self.backend, f"pool {next(_numbers)}", timeout_s=_START_S)
+        if not self._processes:
+            self._start()
+            self._run(_begin, self.backend, timeout_s=_START_S)
         return self._run(fn, *args, timeout_s=timeout_s)
 
-    def close(self) -> None:
-        """Destroy the groups; the workers wait for another pool."""
-        if self._workers is not None:
-            with suppress(WorkerError):
-                self._run(_end, timeout_s=_START_S)
-        if self._workers is not None:
-            _idle.setdefault(self.num_workers, []).append(self._workers)
-            self._workers = None
-
     def end(self) -> None:
-        """End the workers: on GPUs, idle ones would keep memory."""
-        if self._workers is not None:
-            self._workers.kill()
-            self._workers = None
+        """End the workers."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._pipes, self._processes = [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.end()
+
+    def _start(self) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
+            for rank in range(self.num_workers):
+                ours, theirs = _context.Pipe()
+                env = worker_env(rank, self.num_workers, self._store.port)
+                process = _context.Process(target=_serve, args=(theirs, env), daemon=True)
+                process.start()
+                theirs.close()  # Otherwise the pipe would outlive the worker.
+                self._pipes.append(ours)
+                self._processes.append(process)
 
     def _run(self, fn: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
-        assert self._workers is not None
         healthy = False
         try:
-            results = self._workers.run(fn, args, timeout_s)
+            results = self._answers(fn, args, timeout_s)
             healthy = True
         except WorkerError as failure:
             ends = ChildProcessError, TimeoutError
@@ -100,21 +106,39 @@ class WorkerPool:
                 self.end()
         return results
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-def end_idle_workers() -> dict[int, int]:
-    """End all workers that no pool has; return the number of threads of each, by process."""
-    threads = {}
-    for workers in [one for of_size in _idle.values() for one in of_size]:
-        threads |= {process.pid: num_threads(process.pid) for process in workers.processes}
-        workers.kill()
-    _idle.clear()
-    return threads
+    def _answers(self, fn: Any, args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+        """Call `fn(*args)` on every worker; return the results by rank, or raise `WorkerError`."""
+        request = pickle.dumps((fn, args))
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # The worker died; its pipe ends below.
+                pipe.send_bytes(request)
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        results: dict[int, Any] = {}
+        errors: dict[int, BaseException] = {}
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    good, answer = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(_PEERS_S)
+                    code = self._processes[rank].exitcode
+                    died = code is not None and code < 0
+                    words = f"killed by {signal.Signals(-code).name}" if died else f"code {code}"
+                    good, answer = False, ChildProcessError(words)
+                (results if good else errors)[rank] = answer
+            if errors:
+                deadline = min(deadline, time.monotonic() + _PEERS_S)
+        if not errors:
+            late = f"no answer within {timeout_s:g} s"
+            errors = {rank: TimeoutError(late) for rank in waiting.values()}
+        if errors:
+            raise WorkerError(errors)
+        return [results[rank] for rank in range(len(self._pipes))]
 
 
 @contextmanager
@@ -143,69 +167,6 @@ def end_groups() -> None:
         dist.destroy_process_group()
 
 
-def num_threads(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/task"))
-
-
-class _Workers:
-    """Processes that run functions one after another; all run the same one at a time."""
-
-    def __init__(self, num_workers: int) -> None:
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._pipes: list[Connection] = []
-        self.processes: list[Any] = []
-        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
-            for rank in range(num_workers):
-                ours, theirs = _context.Pipe()
-                env = worker_env(rank, num_workers, self._store.port)
-                process = _context.Process(target=_serve, args=(theirs, env), daemon=True)
-                process.start()
-                theirs.close()  # Otherwise the pipe would outlive the worker.
-                self._pipes.append(ours)
-                self.processes.append(process)
-
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
-        """Call `fn(*args)` on every worker; return the results by rank, or raise `WorkerError`."""
-        request = pickle.dumps((fn, args))
-        for pipe in self._pipes:
-            with suppress(BrokenPipeError):  # The worker died; its pipe ends below.
-                pipe.send_bytes(request)
-        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
-        results: dict[int, Any] = {}
-        errors: dict[int, BaseException] = {}
-        deadline = time.monotonic() + timeout_s
-        while waiting:
-            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                try:
-                    good, answer = pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    self.processes[rank].join(_PEERS_S)
-                    code = self.processes[rank].exitcode
-                    died = code is not None and code < 0
-                    words = f"killed by {signal.Signals(-code).name}" if died else f"code {code}"
-                    good, answer = False, ChildProcessError(words)
-                (results if good else errors)[rank] = answer
-            if errors:
-                deadline = min(deadline, time.monotonic() + _PEERS_S)
-        if not errors:
-            late = f"no answer within {timeout_s:g} s"
-            errors = {rank: TimeoutError(late) for rank in waiting.values()}
-        if errors:
-            raise WorkerError(errors)
-        return [results[rank] for rank in range(len(self._pipes))]
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
-
-
 def worker_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
     """Return what torchrun would set for a worker; workers share GPUs if there are too few."""
     local_rank = rank % (torch.cuda.device_count() or num_workers)
@@ -232,16 +193,10 @@ def _serve(pipe: Connection, env: dict[str, str]) -> None:
             pipe.send_bytes(answer)
 
 
-def _begin(backend: str, name: str) -> None:
+def _begin(backend: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=size)
-
-
-def _end() -> None:
-    end_groups()
-    assert not distributed_c10d._world.pg_map
-    forget_models()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 def forget_models() -> None:
