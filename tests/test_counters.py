@@ -15,24 +15,6 @@ from padded_dispatch.experts.store import Room
 from padded_dispatch.routing.select import select
 
 
-def test_counts_add_up():
-    counters = Counters(DispatchConfig(num_experts=3, top_k=2), "cpu")
-    asked_TE = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.bool)
-    probs_TE = torch.tensor([[0.5, 0.25, 9.0], [0.75, 9.0, 9.0], [1.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
-    for capacity in (2, 1):
-        selection = select(asked_TE, probs_TE, capacity=capacity)
-        counters.observe(asked_TE, probs_TE, selection)
-    for received in ([0, 0], [0, 2], [0, 0]):
-        counters.idle_passes += sum(received) == 0
-    assert counters.demand_E.tolist() == [6, 2, 0]
-    assert counters.kept_E.tolist() == [3, 2, 0]
-    assert counters.lost_tokens.item() == 1  # token 1, with one slot
-    assert (counters.num_positions.item(), counters.num_passes.item()) == (8, 2)
-    assert (counters.num_slots.item(), counters.num_unplaced.item()) == (9, 0)
-    assert (counters.max_need.item(), counters.idle_passes.item()) == (3, 2)
-    assert {tensor.dtype for tensor in counters.tensors()} == {torch.int64}
-
-
 def test_a_store_is_counted_where_its_rows_are_kept():
     config = DispatchConfig(num_experts=6, top_k=2, num_ranks=3, capacity_pool="store")
     counters = Counters(config, "cpu", rank=1)
@@ -99,17 +81,6 @@ def test_rows_without_a_slot_need_a_factor_that_has_them():
     assert [config.wire_slots(12) for config in configs] == [12, 12, 8]
     counters.count_struck(ints(0), ints(9), shares_per_token=6)  # of three layers
     assert counters.max_need.item() == 72
-
-
-def test_a_snapshot_has_the_counts_of_the_counters():
-    seen = snapshot()
-    assert seen.layers_Y.tolist() == [3, 5]
-    assert seen.counts["demand_E"].tolist() == [[10, 8, 0, 2], [0] * 4]
-    assert seen.counts["kept_E"].tolist() == [[6, 6, 0, 2], [0] * 4]
-    assert seen.counts["lost_tokens"][0] == 2  # token 3 keeps neither
-    assert (seen.counts["num_positions"][0], seen.counts["num_passes"][0]) == (2 * T, 2)
-    assert (seen.counts["num_slots"][0], seen.counts["num_unplaced"][0]) == (2 * E * 3, 7)
-    assert (seen.counts["struck"][0], seen.max_need_Y[0]) == (3, 5)
 
 
 def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():

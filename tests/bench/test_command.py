@@ -163,18 +163,6 @@ def test_command_on_cpus(pool2, tmp_path):
     assert [row["floor_ms"] for row in rows] == [None] * 3
 
 
-def test_a_case_that_fails_is_a_row(megatron, monkeypatch):
-    def refuse(case, flags, device):
-        raise RuntimeError("no such layer")
-
-    settings = parse(QUICK)
-    good = command.measure(_case(), settings, CPU)
-    monkeypatch.setattr(command, "build", refuse)
-    bad = command.measure(_case(), settings, CPU)
-    assert (good["error"], bad["error"]) == (None, "RuntimeError: no such layer")
-    assert "ms" not in bad
-
-
 def test_rows_of_an_interrupted_run_are_kept(monkeypatch, tmp_path, capfd):
     measured, out = iter([{"ms": 1.0}, {"ms": 2.0}]), tmp_path / "bench.jsonl"
 

@@ -24,18 +24,6 @@ def counters(num_experts: int) -> Counters:
 
 
 @BOTH
-def test_example(run):
-    made = counters(2)
-    made.totals.zero_(), made.max_need.zero_()
-    asked_TE, kept_TE = here([[True, True], [True, False]]), here([[False, True], [True, False]])
-    demand_E = here([2, 1]).int()
-    run(made.totals, made.max_need, asked_TE, kept_TE, demand_E, 1, 2)
-    expected = [2, 1, 1, 1, 0, 2, 1, 2, 0, *NEVER_COUNTED]
-    assert made.totals.tolist() == expected
-    assert made.max_need.item() == 2
-
-
-@BOTH
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k", "capacity"),
     [(1, 1, 1, 1), (37, 5, 2, 9), (130, 128, 8, 7), (257, 96, 6, 300), (70, 3, 3, 1)],

@@ -10,22 +10,6 @@ from torch import Tensor
 from padded_dispatch.kernels import grouped
 from tests.support.device import equal, here, here_if_tensor, in_store, operand, real, segments_of
 
-NAN = torch.nan
-
-
-def test_sum_rows_example():
-    rows_NO, weights_M = here([[1.0], [2.0], [3.0]]), here([NAN, 1, 1, 0.5])
-    sums_LO = grouped.sum_rows(rows_NO, weights_M, segments_of([1, 0, 2], base=1), stored=False)
-    assert sums_LO.tolist() == [[1.0], [0.0], [3.5]]
-
-
-def test_dot_rows_example():
-    vectors_LO = here([[1.0, 0.0], [0.0, 2.0]])
-    dots_N = grouped.dot_rows(
-        here([[1.0, 2.0], [3.0, 4.0]]), vectors_LO, segments_of([1, 1], base=5)
-    )
-    assert dots_N[:2].tolist() == [1.0, 8.0]
-
 
 @pytest.mark.parametrize("width", [5, 1030])
 @pytest.mark.parametrize(

@@ -13,16 +13,6 @@ from padded_dispatch.routing.plan import choice_probs, plan_in_torch
 from tests.support.device import DEVICE, equal, few, here
 from tests.support.routings import LARGE, RoutingCase, large_map, routing_cases, routing_map
 
-EXAMPLE_TE = torch.tensor([[True, False, True], [False, False, True], [False, False, False]])
-
-
-@pytest.mark.parametrize("run", [plan.plan, plan_in_torch])
-def test_plan_example(run):
-    expert_TK, place_TK, kept_E = run(here(EXAMPLE_TE), 2)
-    assert expert_TK.tolist() == [[0, 2], [2, -1], [-1, -1]]
-    assert place_TK.tolist() == [[0, 0], [1, -1], [-1, -1]]
-    assert kept_E.tolist() == [1, 0, 2]
-
 
 def assert_are_torchs(map_TE: Tensor, top_k: int) -> None:
     equal(*zip(plan.plan(here(map_TE), top_k), plan_in_torch(map_TE, top_k), strict=True))
@@ -59,12 +49,6 @@ def test_plan_of_any_size(cuda, num_tokens, num_experts, top_k):
         choice_probs(leaf_TE, expert_TK.to(device)).backward(weight_TK.to(device))
         grads.append(leaf_TE.grad)
     equal(tuple(grads))
-
-
-@pytest.mark.parametrize("run", [plan.ChoiceProbs.apply, choice_probs])
-def test_choice_probs_example(run):
-    probs_TE, expert_TK = here(torch.tensor([[0.2, 0.7, 0.1]])), here([[0, 2, -1]]).int()
-    assert torch.equal(run(probs_TE, expert_TK), here(torch.tensor([[0.2, 0.1, 0.0]])))
 
 
 # The interpreter does not round to bf16 as a GPU does.

@@ -7,7 +7,8 @@ from padded_dispatch.tune.cost import balanced_drop, kept_bytes
 from padded_dispatch.tune.demand import Demand, demand_of
 from padded_dispatch.tune.recommend import percent, recommend, study
 from padded_dispatch.tune.replay import POOLS, replay
-from tests.support.traces import of_run, synthetic_trace, traced_run
+from tests.support.traces import of_run, synthetic_trace
+from tests.tune import test_replay
 
 T = 20
 FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]  # C = 10 ... 20
@@ -16,12 +17,8 @@ FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]  # C = 10 ... 
 def demand(*needs) -> Demand:
     """Return layers whose demand for expert 0 makes step s need the factor `needs[layer][s]`."""
     first = np.array(needs).T[:, :, None] * 10  # [steps, layers, sources]
-    return Demand(
-        run=traced_run(num_tokens=T, top_k=1, num_experts=2, num_ranks=first.shape[2]),
-        steps=np.arange(len(first)),
-        layers=np.arange(1, len(needs) + 1, dtype=np.int32),
-        counts=np.stack([first, T - first], axis=-1).round().astype(np.int32),
-    )
+    counts = np.stack([first, T - first], axis=-1).round()
+    return test_replay.demand(counts, num_tokens=T, top_k=1)
 
 
 def advise(*needs, factors=FACTORS, drop=0.0):

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ FACTORS = [0.3, 0.7, 1.0, 1.25, 3.0]
 RECORD = Path(__file__).parents[2] / "notebooks" / "results" / "routing_counts.npz"
 
 
-def demand(counts: list, *, steps: list[int] | None = None, **given: int) -> Demand:
+def demand(counts: Any, *, steps: list[int] | None = None, **given: int) -> Demand:
     array = np.array(counts, np.int32)
     _, _, num_ranks, num_experts = array.shape
     return Demand(
