@@ -3,7 +3,6 @@
 Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
 """
 
-import math
 from typing import Any
 
 import pytest
@@ -14,25 +13,6 @@ from padded_dispatch.experts.activation import Activation, activate
 from padded_dispatch.experts.scaled import quantize
 from padded_dispatch.kernels import Scaled, activation
 from tests.support.device import DEVICE, equal, here, operand, real, segments_of
-
-SWIGLU = {"function": "silu", "gated": True, "clamp": math.inf, "offset": 0.0}
-
-
-def test_activate_example():
-    segments, nan = segments_of([2], base=1), torch.nan
-    given = here([[nan, nan], [0.0, 5.0], [8.0, 3.0]]), None, here([nan, 1.0, 0.5]), segments
-    hidden_NF = activation.activate(*given, **SWIGLU)
-    assert [round(value, 3) for value in hidden_NF[:2].flatten().tolist()] == [0.0, 11.996]
-
-
-def test_activate_backward_example():
-    segments, nan = segments_of([1], base=1), torch.nan
-    fc1_MG = here([[nan, nan], [0.0, 5.0]])
-    grad_prob_N = here([nan])
-    given = fc1_MG, None, here([nan, 0.5]), segments, here([[1.0]]), grad_prob_N
-    hidden_NF = activation.activate(*given, **SWIGLU)
-    assert (hidden_NF[:1].tolist(), grad_prob_N[:1].tolist()) == ([[0.0]], [0.0])
-    assert fc1_MG[0].isnan().all() and fc1_MG[1].tolist() == [1.25, 0.0]
 
 
 def in_torch(

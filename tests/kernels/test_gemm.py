@@ -82,49 +82,6 @@ def operands(
     return operand(rows_nI, segments, kind == "stored"), here(weight_LOI), segments
 
 
-def padded(rows: list[list[float]]) -> Tensor:
-    """As wide as a product needs, with zeros behind."""
-    return torch.nn.functional.pad(torch.tensor(rows, dtype=DTYPE), (0, 8 - len(rows[0])))
-
-
-@SMALL_TILES
-def test_rows_times_weights_example():
-    segments = tiled([1, 1], base=5)
-    rows_NI = operand(padded([[1, 2], [3, 4]]), segments, stored=False)
-    weight_LOI = torch.zeros(2, 8, 8, dtype=DTYPE)
-    weight_LOI[0, 0, 0] = weight_LOI[1, 0, 1] = 1
-    given = rows_NI, here(weight_LOI), segments
-    out_NO = gemm.rows_times_weights(*given, stored=False)
-    assert out_NO[:2, 0].tolist() == [1.0, 4.0]
-    buffer_NO = torch.zeros(2, 8, dtype=DTYPE, device=DEVICE)
-    at_M = here(torch.tensor([0] * 5 + addresses(buffer_NO, [1, 0])))
-    gemm.rows_times_weights(*given, at_M=at_M, stored=False)
-    assert buffer_NO[:, 0].tolist() == [4.0, 1.0]
-
-
-@SMALL_TILES
-def test_weight_gradients_example():
-    segments = segments_of([2, 0, 1], base=7)
-    given = (
-        operand(padded(rows), segments, False) for rows in ([[1], [2], [3]], [[1], [10], [100]])
-    )
-    given, how = (*given, segments), {"stored": False}
-    assert gemm.weight_gradients(*given, **how)[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
-    sums_LOI = torch.ones(3, 8, 8, device=DEVICE)
-    zeroed = torch.zeros(2, dtype=torch.int32, device=DEVICE)
-    gemm.weight_gradients(*given, sums_LOI, zeroed, **how)
-    assert sums_LOI[:, 0, 0].tolist() == [22.0, 1.0, 301.0]
-    zeroed[0] = 1
-    gemm.weight_gradients(*given, sums_LOI, zeroed, **how)
-    assert sums_LOI[:, 0, 0].tolist() == [21.0, 0.0, 300.0]
-
-
-def test_row_tiles_example(monkeypatch):
-    monkeypatch.setattr(gemm, "_TILES", gemm.Tiles(rows=2))
-    table = gemm.row_tiles(segments_of([3, 0, 4], base=10))
-    assert table[:5].tolist() == [[4, 0, 0, 0], *[[0, 0, 2, 10]] * 2, *[[2, 2, 2, 13]] * 2]
-
-
 @pytest.mark.parametrize("num_sources", [1, 8])
 @pytest.mark.parametrize(
     "counts", [[0, 0], [1], [0, 128, 129, 0, 127], [5000, 3, 2049], [3] * 150], ids=str

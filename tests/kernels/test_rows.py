@@ -30,12 +30,6 @@ def segments(offsets: list[int], num_experts: int, num_rows: int) -> Segments:
     )
 
 
-def test_spread_rows_example():
-    given = here(torch.tensor([[[1.0], [2.0]]]))
-    out = rows.spread_rows(given, ints([[6, 5], [-1, 7]]), segments([5, 6, 8], 2, 3))
-    assert out.flatten().tolist() == [1, 1, 2]
-
-
 @pytest.mark.parametrize("width", [1, 24, 2048, 2880])
 @pytest.mark.parametrize("own", [None, 0, 1, 2])
 def test_rows_that_a_plan_finds_beside_loops(width: int, own: int | None):
@@ -139,12 +133,6 @@ def test_sum_rows_rounds_once():
     summed = rows.sum_rows(given, ints([0, 1, 2]))
     assert summed.dtype == torch.bfloat16 and summed.item() == 258
     assert rows.sum_rows(given, ints([0, 1, 2]), wide=True).dtype == torch.float32
-
-
-def test_take_example():
-    given = here(torch.tensor([0.5, 0.25]))
-    taken = rows.take(given, ints([[6, 5]], [[-1, -2]]), ints(5, 6, 7))
-    assert taken.tolist() == [[[0.25, 0.5]], [[0, 0]]]
 
 
 @pytest.mark.parametrize("width", [1, 24, 2880])

@@ -32,21 +32,6 @@ def test_select_is_the_reference(policy, case: RoutingCase):
     assert_same(probs_TE.grad, np.ones_like(case.probs_TE) if same else expected.kept_TE * 1.0)
 
 
-@POLICIES
-@pytest.mark.parametrize(
-    ("capacity", "kept"),
-    [
-        (2, {"probs": [0, 1, 0, 1], "position": [1, 1, 0, 0]}),
-        (1, {"probs": [0, 1, 0, 0], "position": [1, 0, 0, 0]}),
-    ],
-)
-def test_the_docstring_s_example(policy, capacity, kept):
-    map_TE = torch.tensor([[1], [1], [0], [1]]).bool()
-    probs_TE = torch.tensor([[0.2], [0.5], [0.9], [0.5]])
-    selection = select(map_TE, probs_TE, capacity=capacity, policy=policy)
-    assert selection.kept_TE.int().flatten().tolist() == kept[policy]
-
-
 @pytest.mark.parametrize("capacity", [6, 16])
 def test_nothing_is_selected_where_nothing_can_be_dropped(monkeypatch, capacity):
     map_TE = torch.tensor([[True, True, False, False]] * 6)
