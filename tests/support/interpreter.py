@@ -5,9 +5,8 @@ everything that it must replace, and after the first call finds it replaced. Wit
 searches once per module, and leaves the replacement in place.
 
 After every sum, difference and product of 32 bits it computes the same in 64 bits, for an assertion
-that only `debug` would make. With the patch it does not. It also remembers which type of NumPy
-stands for which type of Triton, and what each tensor has of its type: a shape, element by element.
-All that took four fifths of the time of our kernels' tests.
+that only `debug` would make. With the patch it does not. It also remembers what each tensor has of
+its type: a shape, element by element. All that took four fifths of the time of our kernels' tests.
 """
 
 import dataclasses
@@ -27,7 +26,6 @@ def patch_interpreter() -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    _remember_types()
     _convert_e4m3()
     _remember_shapes()
 
@@ -43,19 +41,6 @@ def _patch_modules_once() -> None:
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = patch_new
-
-
-def _remember_types() -> None:
-    type_of: Callable[[Any], Any] = interpreter._get_np_dtype
-    known: dict[str, Any] = {}
-
-    def remembered(dtype: Any) -> Any:
-        name = dtype.name
-        if name not in known:
-            known[name] = type_of(dtype)
-        return known[name]
-
-    interpreter._get_np_dtype = remembered
 
 
 def _convert_e4m3() -> None:
