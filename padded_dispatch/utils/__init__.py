@@ -1,1 +1,1 @@
-"""Helpers without a domain: processes, results files, lines of the log, profiler ranges."""
+"""Helpers for any part: processes, results files, flags, log lines, patches, profiler ranges."""

@@ -1,8 +1,7 @@
 """Flags in errors and in help.
 
-A field that a user cannot see becomes, in an error, the flag that sets it, and an unknown flag has
-the most similar one beside it. Help shows a default where there is one, and short names of values:
-`--tokens N [N ...]`.
+Errors name the flag that sets a field, not the field. An error about an unknown flag offers the
+most similar flag. Help shows defaults, and short names of values: `--tokens N [N ...]`.
 """
 
 import argparse
@@ -14,7 +13,7 @@ from typing import Any, NoReturn
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Help with the defaults of flags, but for those that are off or explained in their text."""
+    """Help with the defaults of flags, except those that are off or that the text explains."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
@@ -54,8 +53,8 @@ def flag(field: str) -> str:
 def errors_name_flags(names: Container[str], *, prefix: str = "") -> Iterator[None]:
     """Replace the field at the start of an error, "FIELD must ...", by the flag that sets it.
 
-    `names`: of fields that have a flag, which is named alike behind `prefix`; a field in an error
-    may have "num_" in front.
+    `names`: the fields that have a flag, without "num_", which the error may have in front. A
+    flag's name is `prefix` and the field.
     """
     try:
         yield

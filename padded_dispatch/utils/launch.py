@@ -1,8 +1,8 @@
 """Worker processes on this machine, by torch's own launcher: `torch.multiprocessing`.
 
-No worker outlives the parent. Ctrl-C reaches all processes of a terminal, but workers are started
-with SIGINT blocked: the parent alone reports it, and ends them by SIGTERM, which works while they
-import, too. If the parent is killed, the kernel (Linux) kills the workers.
+No worker outlives the parent. Ctrl-C reaches all processes of a terminal, but workers start with
+SIGINT blocked. Only the parent reports it, and ends the workers by SIGTERM, which also works while
+they import. If the parent is killed, the kernel (Linux) kills the workers.
 """
 
 import logging
@@ -33,9 +33,9 @@ _STDERR = 2
 def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_workers: int) -> Any:
     """Run `fn(*args)`, which are pickled, in `num_workers` processes, and wait for their end.
 
-    Workers have the environment of torchrun; the function sets its CUDA device and creates its
-    process groups itself. Under torchrun this only calls the function. Call it from the main
-    thread, since no other thread can handle signals.
+    Workers have the environment of torchrun; the function must set its CUDA device and create its
+    process groups. Under torchrun this only calls the function. Call it from the main thread, since
+    no other thread can handle signals.
 
     Returns:
         The function's result on rank 0; under torchrun, on this rank.
@@ -52,13 +52,13 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
     earlier = set(multiprocessing.active_children())
     # The parent hosts the store of the rendezvous, so no port has to be guessed.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # torch logs each process that it ends after an error.
+    # Hide torch's log lines about the processes that it ends after an error.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with TemporaryDirectory(prefix="padded-dispatch-") as folder:
         try:
             for number in handlers:
                 signal.signal(number, _exit)
-            resource_tracker.ensure_running()  # Its start, by the first worker's, would unblock.
+            resource_tracker.ensure_running()  # Starting it later would unblock SIGINT.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Workers inherit it.
             given = fn, args, num_workers, store.port, folder
             context = start_processes(_work, given, nprocs=num_workers, join=False, daemon=True)
@@ -78,13 +78,13 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
 
 
 def show(text: str) -> None:
-    """Print a line, on rank 0 only, where workers exist."""
+    """Print a line; among workers, on rank 0 only."""
     if os.environ.get("RANK", "0") != "0":
         return
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # By `| head`, for example: work goes on without lines.
+    except BrokenPipeError:  # After `| head`, for example: go on without printing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -114,7 +114,7 @@ def _work(
 ) -> None:
     """Run a worker from start to end, and leave its result or its error in `folder`."""
     die_with_parent: Any = vars(torch.multiprocessing)["_prctl_pr_set_pdeathsig"]
-    die_with_parent(signal.SIGKILL)  # torch has set SIGINT.
+    die_with_parent(signal.SIGKILL)  # torch has set SIGINT, which is blocked.
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():  # It ended before the line above.
         os._exit(1)
@@ -125,7 +125,7 @@ def _work(
     except BaseException:
         Path(folder, f"error-{rank}").write_text(traceback.format_exc())
         sys.stdout.flush()
-        os._exit(1)  # At once: leaving a group that peers are in can block.
+        os._exit(1)  # At once, since destroying a group that peers still use can block.
     if rank == 0:
         Path(folder, "result").write_bytes(pickle.dumps(result))
     if dist.is_initialized():
@@ -133,7 +133,7 @@ def _work(
 
 
 def _words(ended: ProcessExitedException, folder: Path, num_workers: int) -> str:
-    """Return which rank failed first, and why; its peers fail because of it."""
+    """Return an error with the rank that failed first, and why; its peers fail because of it."""
     rank, error = ended.error_index, f" exited with code {ended.exit_code}"
     told = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
     if ended.signal_name is not None:
@@ -152,7 +152,7 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _end(workers: set[BaseProcess]) -> None:
-    """End rank 0 first: it may wait for its peers before it can write what it has."""
+    """End workers, rank 0 before its peers, since it may need them to write its results."""
     first_to_last = sorted(workers, key=lambda worker: worker.pid or 0)
     deadline = time.monotonic() + _END_S
     for together in (first_to_last[:1], first_to_last[1:]):
@@ -160,5 +160,5 @@ def _end(workers: set[BaseProcess]) -> None:
             worker.terminate()
         for worker in together:
             worker.join(max(0.0, deadline - time.monotonic()))
-            worker.kill()  # It may be inside a driver's call.
+            worker.kill()  # SIGTERM does not end it inside of a driver call.
             worker.join(_END_S)

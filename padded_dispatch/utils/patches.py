@@ -4,7 +4,7 @@
         patches.set(module, "function", stand_in)
 
 `unittest.mock.patch` does the same, but a package should not import a test library for it. `Wraps`
-is for functions that other tools may wrap, too; `PATCHED` is what is wrapped of Megatron.
+is for functions that other tools may wrap, too; `PATCHED` has the wrapped functions of Megatron.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ class Patches(ExitStack):
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace `owner.name` by `value`; the owner is a module, class or instance.
 
-        An attribute that it inherits or lacks is deleted from it at the end, so that the inherited
-        one shows again.
+        If the owner inherits or lacks the attribute, it is deleted from the owner at the end, so
+        that an inherited one shows again.
         """
         before = _own(owner, name)
         setattr(owner, name, value)
@@ -35,14 +35,14 @@ class Wraps:
         self._saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, before, wrapped
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace `owner.name` by what `wrapper` makes of it, unless that was done before."""
+        """Replace `owner.name` by `wrapper(owner.name)`, unless it was wrapped before."""
         if not any(one is owner and known == name for one, known, _, _ in self._saved):
             before, wrapped = _own(owner, name), wrapper(getattr(owner, name))
             setattr(owner, name, wrapped)
             self._saved.append((owner, name, before, wrapped))
 
     def undo(self) -> None:
-        """Put back what no other tool has replaced since; the rest stays until another `undo`."""
+        """Put back the attributes that no other tool has replaced since; the others stay saved."""
         kept = []
         for owner, name, before, wrapped in self._saved:
             if _own(owner, name) is wrapped:

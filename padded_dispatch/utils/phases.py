@@ -13,14 +13,15 @@ def is_capturing() -> bool:
 
 
 def in_backward() -> bool:
-    """Return whether backward runs, as it does around a recomputed pass, which keeps nothing."""
+    """Return whether backward is running, as it is while a pass is recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 
 def trains() -> bool:
-    """Return whether gradients come from this pass; those of a recomputed one, from its second.
+    """Return whether backward will use what this pass keeps.
 
-    The first has no gradients, or, in torch's `checkpoint(use_reentrant=False)`, keeps nothing.
+    It will not in evaluation, or if the pass is to be recomputed: that runs without gradients or,
+    in torch's `checkpoint(use_reentrant=False)`, with hooks that drop what it keeps.
     """
     torch_c: Any = torch._C
     hooks = torch_c._autograd._top_saved_tensors_default_hooks(True)
@@ -29,7 +30,7 @@ def trains() -> bool:
 
 
 def require_first_derivatives() -> None:
-    """Raise inside of a backward pass that is to be differentiated again."""
+    """Raise if the running backward pass is to be differentiated again."""
     rule = "be False in the backward pass of padded dispatch, which has no second derivatives"
     fix = "take second derivatives with Megatron's own dispatcher"
     require(not torch.is_grad_enabled(), "create_graph", True, rule, fix)

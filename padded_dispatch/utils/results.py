@@ -78,8 +78,8 @@ def require_results(option: str, path: Path) -> None:
 def require_folder(option: str, folder: Path) -> None:
     """Raise if `folder` is not writable, or does not exist and cannot be created.
 
-    Permissions alone do not show it: file systems are read-only, full, or none, like /proc. So this
-    creates a temporary folder where the first new one would be, and deletes it.
+    Permissions do not show this: a file system may be read-only, full, or virtual, like /proc. So
+    this creates a temporary folder where the first new one would be, and deletes it.
 
     Raises:
         ValueError: names `option`.
@@ -98,8 +98,8 @@ def require_folder(option: str, folder: Path) -> None:
 def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Append rows to the results file `path`, which is complete at any moment.
 
-    The rows join the last run with the same metadata, or start a new run. Numbers that are not
-    finite, which JSON lacks, are null.
+    The rows join the last run with the same metadata, or start a new run. Infinity and NaN become
+    null, since JSON has neither.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     runs = read_runs("results", path)

@@ -1,4 +1,4 @@
-"""The layers of public models by name: the one home of their sizes, for benchmarks and presets."""
+"""Sizes of the MoE layers of public models, by name, for benchmarks and presets."""
 
 from dataclasses import dataclass
 
