@@ -1,10 +1,11 @@
-"""Exchange: tokens to the ranks of their experts and sums home, and the values that travel.
+"""Exchange: move tokens to the ranks of their experts, and results home.
 
-Each token crosses once to each rank that holds one of its experts and arrives at [source, slot], a
-place that is known without counts; the source's plan (`routing.plan`) and its counts arrive beside
-it. The receiver lays out rows as it likes (`experts`), and sends back one row for each choice
-(`direct`: stores between the GPUs of one host), or one sum for each token (`collectives`: any
-backend). `choose` picks one per layer; `agreement` compares shapes and rules over the ranks first.
+A token is sent once to each rank that holds one of its experts. It arrives at [source, slot], which
+the source computes without counts of other ranks. The source's plan (`routing.plan`) is sent with
+the tokens. The receiver makes rows of the tokens (`experts`). It returns one row for each choice
+(`direct`: stores between the GPUs of one host) or one sum for each of the tokens (`collectives`:
+any backend). `choose` picks one of the two for a layer. `agreement` first compares shapes and rules
+over the ranks.
 
 Letters: see `padded_dispatch.config`.
 """
@@ -19,10 +20,10 @@ class Values:
     """A row for every token that arrived: the token itself, or its output's gradient.
 
     Attributes:
-        rows_SPD: those of each source in its slots; unspecified where no token lies.
-        own_TD: this rank's own, contiguous; slot t is token t. `rows_SPD` has only those of other
-            sources then, in order. None where it has them all.
-        own: number of the source that is this rank; None as `own_TD`.
+        rows_SPD: the rows of each source, by slot, without this rank's if `own_TD` has them;
+            unspecified in slots without a token.
+        own_TD: the rows of this rank's own tokens, contiguous; None if `rows_SPD` has them.
+        own: this rank's number among the sources; None if `own_TD` is.
     """
 
     rows_SPD: Tensor
@@ -38,7 +39,7 @@ class Arrived:
         values: the tokens.
         expert_SPK: int32, local experts of each token, 0 to L - 1; any other number, such as -1, is
             no expert of this rank.
-        place_SPK: int32, which row of its source for that expert it is, from 0.
+        place_SPK: int32, index of the row among its source's rows for that expert.
         prob_SPK: at least fp32, the probability; unspecified where there is no expert.
         count_SL: int32, contiguous: rows of each source for each local expert.
     """

@@ -1,14 +1,14 @@
 """Compare, before each call, everything that decides a result, so that no rank is left waiting.
 
 An equal-split collective hangs, or silently returns wrong rows, if two ranks call it with different
-shapes. So every eager call first compares its caller, its number, shapes and rules over the ranks,
-on the host. A mismatch raises the same error on every rank, before any device collective. If a rank
-does not come, all that wait raise an error after the time limit of the process group; see
-`padded_dispatch.exchange.mirror`.
+shapes. So every eager call first compares its layer, the number of the call, shapes and rules over
+the ranks, on the host. A mismatch raises the same error on every rank, before any device
+collective. If a rank does not make the call, all waiting ranks raise an error after the time limit
+of the process group; see `padded_dispatch.exchange.mirror`.
 
-Comparing new values only would hang: a rank that meets a value for the first time would wait in the
-comparison for peers that are already in the device collective. So each call compares, but only a
-digest of its values, which is computed once; the values themselves travel after a mismatch. (One
+Every call compares. If only calls with new values did, a rank with a new value would wait in the
+comparison for peers that are already in the device collective. Ranks compare a digest of the
+values, computed once for the same values; they send the values only after a mismatch. (One
 comparison for all layers of a pass would hang where a rank then skips a layer, or raises in one.)
 
 Replaying a CUDA graph runs no Python, and its shapes cannot change. Inside a capture, shapes that
@@ -38,7 +38,7 @@ class Agreement:
 
     Args:
         groups: the groups whose ranks must pass equal values. None and groups of one rank cost
-            nothing. Ranks that share no group are compared, too, if groups of others connect them.
+            nothing. Two ranks without a common group are compared if other groups connect them.
     """
 
     def __init__(self, *groups: dist.ProcessGroup | None) -> None:
@@ -54,11 +54,11 @@ class Agreement:
         self._digests: dict[Values, tuple[int, int]] = {}
 
     def name_layer(self, number: int) -> None:
-        """Take the number of the layer in the model, for errors."""
+        """Set the number of the layer in the model, which is compared, and shown in errors."""
         self._layer, self._caller = number, f"layer {number} (dispatcher {self._number})"
 
     def check(self, rules: Values = (), /, **shapes: object) -> None:
-        """Raise on every rank if a value of one rank differs.
+        """Raise on every rank if a value differs between ranks.
 
         Args:
             rules: values that decide the result besides the shapes, and that may change between the
@@ -66,9 +66,9 @@ class Agreement:
             **shapes: values that a capture must share with an earlier eager call.
 
         Raises:
-            ValueError: if a value, the layer, or the number of calls so far, differs between two
-                ranks; it lists those of each. In a capture: if no eager call had these shapes.
-            AbsentRanksError: if ranks do not come; it names them.
+            ValueError: if a value, the layer or the number of calls so far differs between ranks;
+                it lists each rank's. In a capture: if no eager call had these shapes.
+            AbsentRanksError: if ranks do not make the call; it names them.
         """
         key = tuple(shapes.items())
         if is_capturing():
@@ -93,21 +93,21 @@ class Agreement:
     def largest(self, number: int) -> int:
         """Return the largest of the ranks' numbers, on the host; a collective call.
 
-        It belongs to the last call of `check`, and raises as that does if a rank is in another.
+        Call it after `check`. It raises as `check` does, if another rank is in a different call.
         """
         if self._mirror is None:
             return number
         return int(self._gather((number, 0), 0, ())[:, -2].max())
 
     def _gather(self, numbers: tuple[int, int], num_equal: int, values: Values) -> Tensor:
-        """Return the numbers of each rank, behind those of its call; raise if the calls differ.
+        """Return a row for each rank, its call and its `numbers`; raise if the calls differ.
 
-        All calls gather rows of one size: gloo aborts if ranks that have lost step differ in it.
+        All calls gather rows of one size: gloo would abort if ranks in different calls sent others.
 
         Args:
-            numbers: of this rank.
-            num_equal: how many of them must be equal on all ranks; as many on all that are in step.
-            values: what an error shows of this rank.
+            numbers: the numbers of this rank.
+            num_equal: how many of `numbers` must be equal on all ranks; identifies the call, too.
+            values: this rank's named values, which an error shows.
         """
         assert self._mirror is not None
         call = self._number, self._layer, self._num_calls, num_equal
@@ -141,16 +141,16 @@ def agree_on_shapes(
     Args:
         agreement: over the layer's groups.
         config: of the pass.
-        tokens_TD: its D, dtype and kind of device are read as well.
+        tokens_TD: its shape, dtype, kind of device and need for gradients are compared.
         rules: further values that must be equal on all ranks.
         any_tokens: ranks may have different T; for passes with `FIT`, which take as many slots as
             the largest T: see `Agreement.largest`.
-        **shapes: as `rules`, of values that a CUDA graph captures.
+        **shapes: further values, which a capture must share with an earlier eager call.
 
     Raises as `Agreement.check` does, on all ranks.
     """
     num_tokens, hidden_size = tokens_TD.shape
-    # Without gradients on one rank alone, backward would wait for it.
+    # If one rank alone had no gradients, the others would wait for it in backward.
     enabled = "gradients are enabled", torch.is_grad_enabled()
     agreement.check(
         (*rules, enabled, ("tokens need gradients", tokens_TD.requires_grad)),

@@ -1,9 +1,9 @@
 """Choose a layer's exchange.
 
-The choice follows from settings and the kind of machine, and from nothing that the router decides.
-It is alike on all ranks, and stays. `"auto"` takes direct stores where our packed experts compute,
-experts are not split, and all ranks are GPUs of one host that reach each other over NVLink; else
-collectives. With one rank nothing moves.
+The choice depends on settings and on the machine, never on the routing, so it stays. It is the same
+on all ranks. `"auto"` takes direct stores if the layer has packed experts, no expert is split, and
+all ranks have GPUs of one host that reach each other over NVLink. Else it takes collectives, which
+move nothing if there is one rank.
 """
 
 import torch
@@ -13,7 +13,7 @@ from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange.collectives import Collectives, CollectiveWire
 from padded_dispatch.exchange.direct import DirectStores, DirectWire
 
-# The exchange of a layer, and of one pass of it, forward and backward.
+# The exchange of a layer; its `start` returns the wire of one pass, forward and backward.
 Exchange = Collectives | DirectStores
 Wire = CollectiveWire | DirectWire
 
@@ -29,8 +29,8 @@ def choose(
 ) -> tuple[Exchange, str]:
     """Return the exchange of a layer and the reason, for the log; a collective call of `group`.
 
-    Compare `kind` and `packed` over the ranks before: some choices run collectives, others do not.
-    `device` is that of the tokens; groups are None for a single rank.
+    The caller must first compare `kind` and `packed` over the ranks: only some choices run
+    collectives. `device` is that of the tokens; groups are None for a single rank.
 
     Raises:
         ValueError: on all ranks, if "direct" was asked for and cannot work.

@@ -1,23 +1,23 @@
 """The exchange over equal-split collectives: NCCL on GPUs, gloo on CPUs.
 
-Tokens travel once to each rank that has one of their experts, with their part of the plan. Which
-slot a token has there is known without counts, from P and the plan alone:
+A token is sent to each rank that has one of its experts, with its part of the plan. Its slot there
+follows from P and its source's plan, without counts of other ranks:
 
-    P >= T    slot t, by an all-gather: all tokens go to all ranks, also where they have no expert
-    P < T     the tokens of each rank, one after the other, by an equal-split all-to-all
+    P >= T    slot t, by an all-gather: all tokens go to all ranks, needed there or not
+    P < T     the next slot of that rank, in token order, by an equal-split all-to-all
 
-In the second case, `strike` makes sure before the plan is made that no rank gets more than P of a
-source's tokens. P decides, alike on all ranks; T may differ where P is at least the largest T.
+If P < T, `strike` cuts the map before the plan is made, so that no rank gets more than P tokens of
+a source. P is the same on all ranks; T may differ if P is at least the largest T.
 
-A receiver sums the rows of each (source, slot) in at least fp32 and rounds once, an all-to-all
-brings the sums home, and there those of a token are added in rank order, in at least fp32. Expert
-tensor parallelism gathers what arrived at all ranks that split an expert, and sums their partial
-outputs, in at least fp32, before that rounding. With one rank nothing moves.
+A receiver sums the rows of each (source, slot) in at least fp32 and rounds once. An all-to-all
+brings the sums home; the source adds those of each token in rank order, in at least fp32. If ranks
+split experts, an all-gather first gives each of them what the others received. A reduce-scatter
+sums their partial outputs in at least fp32, before that rounding. With one rank nothing moves.
 
-`open` and `bring` are differentiable, for experts in plain torch. A collective runs in backward on
-every rank that ran it forward, if a gradient is wanted there.
+`open` and `bring` are differentiable, for experts in plain torch. Every rank that ran a collective
+forward runs its transpose in backward, if a gradient is wanted.
 
-S = R * I, where I ranks split an expert: source i * R + r is rank r of the i-th expert-parallel
+If I ranks split each expert, S = R * I, and source i * R + r is rank r of the i-th expert-parallel
 group.
 """
 
@@ -42,7 +42,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass(frozen=True, kw_only=True)
 class Struck:
-    """Rows without a slot in a pass, and the most tokens that asked for one rank; int32 scalars."""
+    """Rows struck in a pass, and the most tokens that asked for one rank; int32 scalars."""
 
     num_rows: Tensor
     num_asked: Tensor
@@ -55,8 +55,8 @@ class Collectives:
         num_local_experts: experts on this rank (L).
         group: the expert-parallel group (R ranks), or None for one rank.
         etp_group: the group whose ranks split every expert's ffn, or None for one rank.
-        policy: which tokens of a rank stay if more than P ask for it: "probs" (those with the
-            largest sum of probabilities there) or "position" (the first).
+        policy: which tokens keep their slot if more than P ask for one rank: "probs" (those with
+            the largest sum of probabilities there) or "position" (the first).
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Collectives:
 
         Args:
             map_TE: bool [T, E].
-            probs_TE: of at least these experts; ties go to the first tokens.
+            probs_TE: floating point, read where the map is True; ties go to the first tokens.
             num_slots: P.
 
         Returns:
-            The map, and what it lost; None if it cannot lose anything.
+            The cut map, and what was cut; None for the latter if P >= T or R = 1.
 
         Example: R = 2, L = 2, P = 1: of `[[1, 1, 0, 0], [1, 0, 1, 0]]` with the probabilities
         `[[.2, .2, 0, 0], [.3, 0, .4, 0]]`, policy "probs" leaves `[[1, 1, 0, 0], [0, 0, 1, 0]]`.
@@ -118,11 +118,11 @@ class Collectives:
 class CollectiveWire:
     """The exchange of one pass. Calls alternate: `open` or `push`, then `home` (or `bring`).
 
-    Sums that come home have the dtype of the tokens.
+    The sums that come home have the dtype of the tokens.
 
     Attributes:
-        homes_S: None: sums go home.
-        lasts: whether values that arrived last until backward.
+        homes_S: None, since sums go home, not rows: see `exchange.direct.DirectWire`.
+        lasts: True, since the values that arrive stay valid until backward.
         splits: whether other ranks compute parts of the same experts.
     """
 
@@ -135,7 +135,7 @@ class CollectiveWire:
         self._exchange, self._plan = exchange, plan
         self.splits = exchange.etp_group is not None
         self._num_tokens, self._dtype = tokens_TD.shape[0], tokens_TD.dtype
-        # Whether slot t is token t on every rank, and slots on the wire.
+        # True if slot t is token t on every rank; then there are at least T slots.
         self._whole = num_slots >= self._num_tokens or exchange.num_ranks == 1
         if exchange.num_sources == 1:
             num_slots = self._num_tokens
@@ -144,7 +144,7 @@ class CollectiveWire:
             self._number_slots()
 
     def _number_slots(self) -> None:
-        """Give every token its slot at each rank, and every slot its token; -1 where none is."""
+        """Compute the slot of every token at each rank, and the token of every slot; -1: none."""
         ranks, expert_TK = self._exchange.num_ranks, self._plan.expert_TK
         rank_R = torch.arange(ranks, device=expert_TK.device, dtype=torch.int32)
         token_T1 = torch.arange(self._num_tokens, device=expert_TK.device)[:, None]
@@ -152,10 +152,10 @@ class CollectiveWire:
         reached_TR = (rank_TK[..., None] == rank_R).any(1)
         slot_TR = token_T1 if self._whole else reached_TR.cumsum(0) - 1
         row_TR = torch.where(reached_TR, rank_R * self._num_slots + slot_TR, -1)
-        # Where a token's sums come home: among the slots of all ranks, one rank behind the other.
+        # The row of each token's sum from each rank, among the [R * P, D] sums that come home.
         self._row_TR = row_TR.to(torch.int32)
         if not self._whole:
-            # -1 is the last element, too, which is cut off.
+            # Index -1 writes to the last element, which is cut off.
             token_Q = token_T1.new_full((ranks * self._num_slots + 1,), -1)
             token_Q[row_TR] = token_T1.expand_as(row_TR)
             self._token_RP = token_Q[:-1].view(ranks, -1)
@@ -180,17 +180,17 @@ class CollectiveWire:
 
     @nvtx_range("exchange")
     def push(self, values_TD: Tensor) -> Values:
-        """Send a row for every token over the same way, without the plan."""
+        """Send a row for every token to the ranks of its experts, without the plan."""
         return Values(rows_SPD=self.send(values_TD))
 
     @nvtx_range("exchange")
     def bring(self, sum_SPD: Tensor) -> Tensor:
-        """Bring home a sum for every (source, slot), and add those of every token.
+        """Send the sum of every (source, slot) home, and add the sums of every token there.
 
         Args:
-            sum_SPD: of the rows of this rank, 0 for a token without one; slots without a token are
-                not read. In at least fp32 where ranks split experts. Its gradient is unspecified in
-                slots without a row here.
+            sum_SPD: the sum of each token's rows on this rank, 0 if it has none; slots without a
+                token are not read. In at least fp32 if ranks split experts. Its gradient is
+                unspecified in slots without a row here.
         """
         if self._exchange.num_sources == 1:
             return self.bring_sums(sum_SPD)
@@ -205,15 +205,16 @@ class CollectiveWire:
     ) -> tuple[Tensor, Tensor | None]:
         """Compute a product on a GPU and bring home its rows, summed for every token.
 
-        A token's rows are added in ascending expert order (of one rank first, where sums travel),
-        in at least fp32. Rows without room count as zero.
+        A token's rows are added in ascending expert order, in at least fp32. Collectives first add
+        those of one rank, then the ranks' sums. Rows without room count as zero.
 
         Args:
-            product: sends each row to its address at home; returns them, loose, where sums go home.
-            row_SPK: int32, the row of each choice; -1 where it is no choice of this rank, -2 where
-                it found no room. Rows count from the beginning of the store.
+            product: computes the rows. It returns them, loose (see `kernels.Segments`); for direct
+                stores it writes each row to its address at home instead.
+            row_SPK: int32, the row of each choice, as a row of the store; -1 if its expert is not
+                on this rank, -2 if it found no room.
             offsets: of the pass; the first is its first row.
-            beside_N: loose fp32, a number beside each row; None if nothing travels beside rows.
+            beside_N: loose fp32, a number to bring home with each row, or None.
 
         Returns:
             The sums, [T, D], and the numbers, fp32 [T, K]: 0 where a token has no choice, or its
@@ -227,25 +228,25 @@ class CollectiveWire:
             beside_TK = self.bring_beside(rows.take(beside_N, row_SPK, offsets))
         return self.bring(sum_SPD), beside_TK
 
-    # What follows has no gradient: the moves, each of which is the transpose of another.
+    # The methods below run without autograd. The backward of each is another one, its transpose.
 
     def send(self, values_TD: Tensor) -> Tensor:
-        """Return a row of each (source, slot), [S, P, D]."""
+        """Send a row for every token, and return the rows that arrive, [S, P, D]."""
         if self._whole:
             rows_PD = _padded(values_TD, self._num_slots)
             rows_RPD = rows_PD[None]
             if self._exchange.num_ranks > 1:
                 rows_RPD = _gathered(rows_RPD, self._exchange.group)
         else:
-            rows_RPD = self._swap(values_TD[self._token_RP])  # -1, no token, reads any.
+            rows_RPD = self._swap(values_TD[self._token_RP])  # -1, no token, sends the last.
         return self._gather_split(rows_RPD)
 
     def send_plan(self, prob_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return probabilities, experts and places, [S, P, K], and counts, [S, L]."""
+        """Send the plan; return probabilities, experts, places, [S, P, K], and counts, [S, L]."""
         plan, exchange, num_slots = self._plan, self._exchange, self._num_slots
         local, ranks, top_k = exchange.num_local_experts, exchange.num_ranks, prob_TK.shape[1]
         first = 0 if exchange.group is None else exchange.group.rank() * local
-        # One message: the bits of the probabilities behind whole numbers, then counts.
+        # One int32 message: experts, places and bits of probabilities by token, then counts.
         bits_TX = prob_TK.contiguous().view(torch.int32)
         beside_TX = torch.cat([plan.expert_TK, plan.place_TK, bits_TX], 1)
         if self._whole:
@@ -255,7 +256,7 @@ class CollectiveWire:
             if ranks > 1:
                 message_RX = _gathered(message_RX, exchange.group)
         else:
-            # The row of -1 is that of slots without a token.
+            # Slots without a token, -1, send the last row, which is filled with -1.
             beside_RPX = _padded(beside_TX, self._num_tokens + 1, fill=-1)[self._token_RP]
             message_RX = torch.cat([beside_RPX.flatten(1), plan.kept_E.view(ranks, local)], 1)
             message_RX = self._swap(message_RX)
@@ -272,12 +273,12 @@ class CollectiveWire:
         return prob_SPK, expert_SPK - first, place_SPK.contiguous(), count_SL
 
     def bring_sums(self, sum_SPD: Tensor) -> Tensor:
-        """Return the sums of every token, [T, D]; the transpose of `send`."""
+        """Send sums home and add those of every token, [T, D]: the transpose of `send`."""
         sum_RPD = self._add_split(sum_SPD).to(self._dtype)
         num_tokens = self._num_tokens
         if self._exchange.num_ranks == 1:
             sum_TD = sum_RPD[0, :num_tokens]
-            # A view out of a Function could not be changed in place.
+            # Autograd forbids in-place changes of a view that a Function returns.
             return sum_TD if torch.is_grad_enabled() else sum_TD.detach()
         came_QD = self._swap(sum_RPD).flatten(0, 1)
         if came_QD.is_cuda:
@@ -291,7 +292,7 @@ class CollectiveWire:
         return total_TD.to(self._dtype)
 
     def bring_beside(self, beside_SPK: Tensor) -> Tensor:
-        """Return the number of every choice, [T, K], in at least fp32; 0 without a row here."""
+        """Send numbers home; return that of every choice, [T, K], 0 where there is no expert."""
         beside_RPK, expert_TK = self._add_split(beside_SPK), self._plan.expert_TK
         if self._exchange.num_ranks == 1:
             came_TK = beside_RPK[0, : self._num_tokens]
@@ -309,12 +310,12 @@ class CollectiveWire:
         return received
 
     def _gather_split(self, blocks: Tensor) -> Tensor:
-        """Concatenate, along dim 0, what arrived at each rank that splits an expert."""
+        """Concatenate, along dim 0, the blocks of all ranks that split the same experts."""
         group = self._exchange.etp_group
         return blocks if group is None else _gathered(blocks, group)
 
     def _add_split(self, blocks: Tensor) -> Tensor:
-        """Sum this rank's sources over those ranks, in at least fp32; transpose of the gather."""
+        """Sum this rank's part over those ranks, in at least fp32: `_gather_split`'s transpose."""
         group = self._exchange.etp_group
         if group is None:
             return blocks
@@ -339,7 +340,7 @@ def _padded(values: Tensor, length: int, fill: int = 0) -> Tensor:
 
 
 class _Send(torch.autograd.Function):
-    """Rows of every (source, slot), and the plan beside them."""
+    """The tokens and plans of all sources, with gradients of tokens and probabilities."""
 
     @staticmethod
     def forward(ctx, wire: CollectiveWire, tokens_TD: Tensor, prob_TK: Tensor):
@@ -359,7 +360,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Bring(torch.autograd.Function):
-    """The sum of every token."""
+    """The sum of every token, with a gradient."""
 
     @staticmethod
     def forward(ctx, wire: CollectiveWire, sum_SPD: Tensor):

@@ -1,22 +1,22 @@
 """The exchange by direct stores: GPUs of one host write rows into each other's memory.
 
-A token crosses the link into slot t of its source; a rank's own tokens stay where they are. Its
-rows come home from inside of the product that computes them, each to slot t * K + k, and are summed
-there in ascending expert order.
+A source stores token t in slot t at each other rank of its experts, and reads its own tokens where
+they are. The product that computes a row also stores it at home, in slot t * K + k. The source sums
+a token's rows in ascending expert order.
 
-    open, push   rows to their experts, with the plan in a forward pass; barrier
-    home         numbers beside rows, product whose rows go home; barrier; sum
+    open, push   store tokens at the ranks of their experts (`open` adds the plan); barrier
+    home         store numbers beside rows at home; product, which stores rows; barrier; sum
 
 The caller must guarantee that all calls of a process are ordered as if on one stream, that all
-ranks make them in the same order, and that pushes and returns alternate, as in `experts.packed`.
+ranks make them in the same order, and that pushes (`open`, `push`) and returns (`home`) alternate.
 
-Why no buffer is overwritten too early: rows and plans that arrived are read before the rank comes
-to the barrier of the return that follows, and a peer that pushes again has passed that barrier.
-What came home is read behind it, before the rank comes to the barrier of the push that follows;
-who sends rows home has passed that one. So each call needs one barrier, and passes may be those of
-other layers, of other shapes, replays of graphs, evaluation or recomputation. A pass that breaks
-off leaves a push without a return: the push behind it may then overwrite what a slow rank still
-reads, in a pass whose result is lost.
+So one barrier per call keeps buffers from being overwritten too early. A rank reads what a push
+brought before it enters the barrier of the next return, and no peer pushes again before it has
+passed that barrier. A rank sums what a return brought before it enters the barrier of the next
+push, and no peer returns rows again before it has passed that one. This holds for any sequence of
+layers, shapes, replays, evaluation and recomputation. A pass that breaks off leaves a push without
+a return. The next push may then overwrite rows that a slow rank still reads, but only those of the
+broken pass, whose result is lost.
 """
 
 from collections.abc import Callable
@@ -33,11 +33,11 @@ from padded_dispatch.utils.nvtx import nvtx_range
 
 
 class DirectStores:
-    """`Collectives` by direct stores. Creating it is a collective call of the group.
+    """The exchange of a layer by direct stores. Creating it is a collective call of the group.
 
     Args:
         num_local_experts: experts on this rank (L).
-        group: the expert-parallel group, all on one host.
+        group: the expert-parallel group, whose ranks must be on one host.
         over_nvlink: require NVLink between all GPUs.
 
     Raises:
@@ -62,9 +62,9 @@ class DirectStores:
         return map_TE, None
 
     def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "DirectWire":
-        """Begin a pass; the first one with a shape is a collective call.
+        """Begin a pass; the first pass with a shape is a collective call.
 
-        Every token has a slot, whatever P is. P above T stands for ranks with more tokens.
+        Every token has a slot, also if P < T. P > T makes room for the tokens of ranks with more.
         """
         shape = Shape(
             num_slots=max(tokens_TD.shape[0], num_slots),
@@ -81,10 +81,10 @@ class DirectStores:
 
 @dataclass(kw_only=True, eq=False)
 class DirectWire:
-    """`CollectiveWire` by direct stores.
+    """The exchange of one pass by direct stores: see `CollectiveWire`.
 
-    What `open` and `push` return lies in buffers that all layers share: it lasts until `home`.
-    `homes_S`: the address at each source of the rows of its choices, [T * K, D].
+    `open` and `push` return buffers that all layers share; they are valid until `home`.
+    `homes_S`: the address, at each source, of the buffer for returned rows, [P * K, D].
     """
 
     plan: Plan
@@ -108,7 +108,7 @@ class DirectWire:
     def push(
         self, values_TD: Tensor, beside: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> Values:
-        """Send a row for every token over the same way.
+        """Send a row for every token to the ranks of its experts.
 
         `beside`: places, probabilities and counts of the plan; None sends rows only.
         """
@@ -136,7 +136,7 @@ class DirectWire:
         offsets: Tensor,
         beside_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute a product whose rows go home, and sum what came: see `CollectiveWire`."""
+        """Compute a product that stores its rows at home, and sum them: see `CollectiveWire`."""
         from padded_dispatch.kernels import direct, rows
 
         buffers, expert_TK, beside_TK = self.buffers, self.plan.expert_TK, None

@@ -1,20 +1,21 @@
-"""Connections between the hosts of a layer's ranks: a time limit, and names of absent ranks.
+"""Collectives on the host for a layer's ranks, with a time limit, and names of absent ranks.
 
-A `Mirror` is a gloo group of its own over all ranks that a layer's groups connect, whatever the
-back end of the groups is. With gloo, too: if one rank skipped a call, the user's next collective
-would meet ours in one group, with another size, and gloo would abort the process.
+A `Mirror` is a gloo group of its own over all ranks that a layer's groups connect, whatever their
+backend is. A layer's own gloo group would not do: if one rank skipped a call, the user's next
+collective would meet ours in it with another size, and gloo would abort the process.
 
-`gather` is one call of it: the first rank gathers a row of each rank and broadcasts them all, 1 +
-log2(N) messages one after the other for N ranks. It has a time limit. When it expires, or when a
-process ends and the first rank has come, gloo closes the connections, so all ranks that wait fail
-within milliseconds. Each of them then posts in the store of the job that it waits. Ranks that have
-not posted `_GRACE_S` later are absent; if the layer spans several hosts, theirs are named, too. The
-first rank to see that writes the error into the store, and all raise this error: also a rank that
-comes later. Nothing is posted in a call that succeeds.
+In `gather` the first rank gathers a row of each rank and broadcasts all rows: 1 + log2(N) messages
+in sequence for N ranks. If the time limit expires, or a process ends while the first rank is in the
+call, gloo closes the connections, so all waiting ranks fail within milliseconds. Each of them then
+posts in the store of the job that it waits. Ranks that have not posted `_GRACE_S` later are absent;
+if the layer spans several hosts, the error names the hosts of absent ranks, too. The first rank
+that finds absent ranks writes the error into the store. All ranks raise this error, also a rank
+that makes the call later. A call that succeeds posts nothing.
 
-A collective of the user fails as well when a process has ended, mostly before our next call, and
-gloo's error names no rank; others may still wait for a rank that has seen it. So
-`absent_ranks_named` looks at connections, not for calls: that to a process is open while it lives.
+If a process has ended, a collective of the user also fails, mostly before our next call. Gloo's
+error names no rank, and other ranks may still wait for a rank that has seen it. So
+`absent_ranks_named` waits for no call; it looks for closed connections, since the connection to a
+process stays open while the process lives.
 """
 
 import json
@@ -34,8 +35,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore
 
-_GRACE_S = 2.0  # for ranks that wait to post that they do, after the first of them has failed
-_STORE_S = 5.0  # for the store to answer beyond that; its process may have ended, or be stopped
+_GRACE_S = 2.0  # for all waiting ranks to post, after the first of them has failed
+_STORE_S = 5.0  # more, for the store to answer; its process may have ended, or be stopped
 _CLOSING_S = 0.5  # for a process that ends to close all its sockets
 _PROBE = 1  # a tag of messages that no rank sends
 _SIGNALS = timedelta(seconds=1)  # between two looks for Ctrl-C
@@ -49,21 +50,21 @@ _FIX = (
 
 
 class AbsentRanksError(RuntimeError):
-    """Ranks that did not come to a call in which others wait; the same on all that wait."""
+    """Ranks did not make a call in which others wait; the error is the same on all that wait."""
 
 
 class Mirror:
-    """The ranks that some groups connect, and a way to gather from all of them.
+    """A gloo group of all ranks that some groups connect.
 
     Creating one is a collective call of these ranks: groups {0, 1} and {0, 2} of rank 0 connect
     rank 3 as well, if its groups are {2, 3} and {1, 3}.
 
     Args:
         groups: this rank's groups.
-        limit_s: seconds that a rank may come later than another. Then `AbsentRanksError` names it.
+        limit_s: seconds that a rank waits for another one, before `AbsentRanksError` names that.
 
     Attributes:
-        ranks: the ranks, by their number in the job, ascending.
+        ranks: the numbers of the ranks in the job, ascending.
         num_agreements: how many agreements use this mirror.
     """
 
@@ -97,15 +98,15 @@ class Mirror:
             where: description of the call, for errors.
 
         Raises:
-            AbsentRanksError: on all ranks that wait, if one does not come; on a rank that comes too
-                late; and in each later call.
+            AbsentRanksError: on all waiting ranks, if one does not make the call; on a rank that
+                makes it too late; and in each later call.
         """
         if not self._failure:
             rows, problem = self._attempt(row)
             if not problem:
                 self._last = where
                 return rows
-            # Close what gloo has left open: the failure travels on to ranks that wait for this one.
+            # Close the other connections, too, so that ranks that wait for this one fail as well.
             self._gloo = None
             seconds = _GRACE_S + _STORE_S
             self._failure = _within(seconds, lambda: self._verdict(where, problem))
@@ -115,7 +116,7 @@ class Mirror:
     def _attempt(self, row: Tensor) -> tuple[Tensor, str]:
         """Return the row of each rank, and what went wrong, "" if nothing did.
 
-        A return value, because an exception would hold frames, and they the connections.
+        The problem is not raised, because an exception holds frames, and these the connections.
         """
         start, rows = time.monotonic(), row.new_empty(len(self.ranks), *row.shape)
         gathers, broadcasts = GatherOptions(), BroadcastOptions()  # The root is the first rank.
@@ -132,7 +133,7 @@ class Mirror:
             return rows, f" within {self._limit_s:g} s, got" if late else _CLOSED
 
     def require_all_alive(self) -> None:
-        """Raise `AbsentRanksError`, alike on all ranks that see it, if a process has ended."""
+        """Raise `AbsentRanksError` if a process has ended, with the same text on all ranks."""
         if self._failure or not self._ended():
             return
         seconds = _GRACE_S + _STORE_S
@@ -143,7 +144,7 @@ class Mirror:
         self._store.set(f"waits/{self._me}", _CLOSED)
         time.sleep(_GRACE_S)  # Processes of a host end one after the other.
         ended = self._ended()
-        # A rank that raises in `gather` closes its connections, too, and has posted that it waits.
+        # A rank that raised in `gather` has closed its connections, too, but posted that it waits.
         ended = [rank for rank in ended if not self._store.check([f"waits/{rank}"])] or ended
         return self._store.compare_set("verdict", "", self._words_of_ended(ended)).decode()
 
@@ -166,7 +167,7 @@ class Mirror:
         return ended
 
     def _verdict(self, where: str, problem: str) -> str:
-        """Return the error of the first rank that failed, which is this one's if none has yet."""
+        """Return the error in the store, and write it first if no rank has."""
         self._store.set(f"waits/{self._me}", problem)
         end = time.monotonic() + _GRACE_S
         while True:
@@ -176,7 +177,7 @@ class Mirror:
             if not absent or time.monotonic() >= end:
                 break
             time.sleep(0.1)
-        # The connections of a rank close as well when the time limit of another one expires.
+        # One rank's expired time limit closes the connections of others: the limit is the problem.
         waiting = [r for r in self.ranks if r not in absent]
         problems = [self._store.get(f"waits/{r}").decode() for r in waiting]
         problem = next((p for p in problems if p != _CLOSED), problem)
@@ -220,8 +221,8 @@ def _wait(work: Any) -> None:
                 return
 
 
-# Keyed weakly by a mirrored group: a mirror ends when its group's world is destroyed. The key of
-# the inner dictionary is the names of all groups.
+# By the first mirrored group, weakly, so that destroying the group frees the mirror; then by the
+# names of all mirrored groups.
 _mirrors: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Mirror]] = WeakKeyDictionary()
 
 
@@ -231,7 +232,7 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 
 def mirror_of(groups: Sequence[dist.ProcessGroup]) -> Mirror:
-    """Return a mirror of `groups`, the same one for all layers: each costs sockets.
+    """Return the mirror of `groups`, one for all layers, since each mirror costs sockets.
 
     The first call with these groups is a collective call; see `Mirror`.
     """
@@ -244,7 +245,7 @@ def mirror_of(groups: Sequence[dist.ProcessGroup]) -> Mirror:
 
 @contextmanager
 def absent_ranks_named() -> Iterator[None]:
-    """Turn a collective that fails because peers have ended into an error that names them.
+    """Replace the error of a collective that fails because peers have ended: name these peers.
 
     Enter it where the process groups exist, around all training.
     """
@@ -266,10 +267,10 @@ def _store() -> Any:
 def _connected(
     groups: Sequence[dist.ProcessGroup], deadline: float, limit_s: float
 ) -> tuple[str, dict[int, str]]:
-    """Return a name for all groups that `groups` connect, the same on their ranks; their hosts.
+    """Return a name for all groups that `groups` connect, and the host of each of their ranks.
 
-    Each rank posts its own groups. Groups with several mirrors (of this group alone, and together
-    with others) have them under the number of own groups.
+    All these ranks compute the same name. Each rank posts its own groups, under their number, since
+    a group may have several mirrors: of this group alone, and together with others.
     """
     store, me = _store(), dist.get_rank()
     own = {group_name(group): dist.get_process_group_ranks(group) for group in groups}

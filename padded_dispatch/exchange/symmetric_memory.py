@@ -4,13 +4,13 @@ It uses the CUDA backend of torch's symmetric memory, and neither NVSHMEM nor mu
 eager pass with a shape allocates, after the ranks have compared that shape: a collective call.
 
 All layers of a group share two allocations, whatever their shapes: one that tokens arrive in, and
-one that rows come home to, (S - 1) * P * D and P * K * D elements per rank. They are apart, because
-a rank may send the tokens of the next layer while another one still sums what came home from this
-one. A shape that needs more gets larger ones; earlier ones stay, since captured graphs have their
-addresses. All live as long as the process group, and as long as an autograd node of a pass.
+one that rows come home to, (S - 1) * P * D and P * K * D elements per rank. There are two, because
+a rank may send the tokens of the next layer while another rank still sums the rows of this layer. A
+shape that needs more memory gets larger allocations; earlier ones stay, since captured graphs hold
+their addresses. All live as long as the process group, and as long as an autograd node of a pass.
 
-The driver allocates this memory, so torch's allocator does not count it. `allocated_gib` adds what
-is in use to torch's peak.
+The driver allocates this memory, so torch's allocator does not count it. `allocated_gib` adds the
+memory in use to torch's peak.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ from padded_dispatch.exchange.mirror import group_name, time_limit
 from padded_dispatch.utils.phases import is_capturing
 
 _ALIGNMENT = 256
-_NATIVE_ATOMICS = 3  # of the driver's attributes of a way between two GPUs: 1 over NVLink only
+_NATIVE_ATOMICS = 3  # the driver's attribute of two GPUs that is 1 only if NVLink connects them
 _TRIAL_BYTES = 4096
 
 _log = logging.getLogger("padded_dispatch")
@@ -57,12 +57,12 @@ class PeerMemory:
     Creating it is a collective call of the group, outside of captures.
 
     Attributes:
-        num_bytes: the number.
-        barrier: makes the current stream wait for those of all ranks, and their writes visible to
-            it. It resets its signals, so it can be captured. A peer may be compiling kernels,
-            reading data or writing a checkpoint: a rank waits for it as long as a collective of the
-            group would, and a captured barrier as long as at its capture. Then its kernel prints
-            the missing rank (its number in the group), and its device fails.
+        num_bytes: bytes on each rank.
+        barrier: makes the current stream wait for the streams of all ranks, and their writes
+            visible to it. It resets its signals, so it can be captured. Peers may be compiling
+            kernels, reading data or writing a checkpoint, so it waits as long as a collective of
+            the group could when this memory was created. Then its kernel prints the missing rank
+            (its number in the group), and its device fails.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class PeerMemory:
         self._bytes = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         _line_buffer_stdout()
         self.num_bytes = num_bytes
-        name: Any = group_name(group)  # The type of a name differs between releases.
+        name: Any = group_name(group)  # The type of a name differs between torch releases.
         self._handle: Any = _symmetric_memory.rendezvous(self._bytes, name)
         timeout_ms = int(1000 * time_limit(group))
         self.barrier = partial(self._handle.barrier, channel=0, timeout_ms=timeout_ms)
@@ -112,10 +112,10 @@ class Buffers:
         rows_SPD: rows that arrive from the other ranks, in order, [S - 1, P, D].
         expert_SPK, place_SPK, prob_SPK, count_SL: their plan, see `exchange.Arrived`.
         rows_R: addresses of `rows_SPD` on every rank.
-        plan_R: addresses of `expert_SPK`, behind which the others lie.
+        plan_R: addresses of `expert_SPK` on every rank; the rest of the plan lies behind it.
         home_QD: rows that come home, [P * K, D].
-        beside_PK: numbers beside them, fp32.
-        homes_R, besides_R: addresses of the two.
+        beside_PK: fp32 numbers that come home with these rows.
+        homes_R, besides_R: addresses of `home_QD` and of `beside_PK` on every rank.
     """
 
     rank: int
@@ -133,8 +133,8 @@ class Buffers:
     besides_R: Tensor
 
 
-# Memory that the layers of a group share: that in which tokens arrive, and that to which rows come
-# home; the last of each is the largest.
+# Memory that the layers of a group share: allocations in which tokens arrive, and allocations in
+# which rows come home. The last one of each list is the largest.
 _Shared = tuple[list[PeerMemory], list[PeerMemory]]
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
@@ -155,9 +155,9 @@ def buffers_for(group: dist.ProcessGroup, shape: Shape, device: torch.device) ->
     arriving_shape = num_ranks - 1, num_slots, shape.width
     plan_at = _aligned(math.prod(arriving_shape) * itemsize)
     beside_at = _aligned(choices * shape.width * itemsize)
-    kind = num_ranks * choices * 4  # bytes of one of three
+    kind = num_ranks * choices * 4  # bytes of each of experts, places and probabilities
     needed = plan_at + 3 * kind + num_ranks * shape.num_local_experts * 4, beside_at + choices * 4
-    # Memory of earlier shapes stays: if shapes grow, each is half as large again as the last.
+    # Earlier allocations stay, so each is at least half as large again: growing shapes need few.
     new = [
         (memories, _aligned(max(size, memories[-1].num_bytes * 3 // 2 if memories else 0)))
         for memories, size in zip(known, needed, strict=True)
@@ -222,8 +222,8 @@ def _free_bytes(device: torch.device) -> int:
 def check_group(group: dist.ProcessGroup | None, *, over_nvlink: bool) -> dist.ProcessGroup:
     """Return `group` if all its ranks can write to each other's memory, else raise on all.
 
-    Where a process does not see the GPUs of others, only an attempt can tell: a little memory is
-    allocated and mapped. `over_nvlink` requires NVLink, since over PCIe collectives are faster.
+    A process may not see the GPUs of other ranks, so in the end all ranks try to allocate and map a
+    little memory. `over_nvlink` requires NVLink, since over PCIe collectives are faster.
     """
     if not torch.cuda.is_available():
         obstacles = ["no CUDA device"]
@@ -246,15 +246,15 @@ def check_group(group: dist.ProcessGroup | None, *, over_nvlink: bool) -> dist.P
 
 
 def _folder() -> str:
-    """Return an identifier of the folder in which torch meets the processes of other ranks.
+    """Return an identifier of the folder through which torch sends memory handles to other ranks.
 
-    It sends memory through sockets there, which PIDs name. Containers of one host may share it, or
-    have others by the same path, and so do hosts of one name.
+    Torch creates sockets there, named by PID. Containers of one host may share the folder, or have
+    different folders at the same path, as hosts with the same name have.
     """
     names = "TMPDIR", "TMP", "TEMP", "TEMPDIR"  # As torch looks for it.
     path = Path(next((os.environ[name] for name in names if name in os.environ), "/tmp"))
     if not path.is_dir():
-        return f"no {path}"  # An attempt will say so, on all ranks.
+        return f"no {path}"  # `_trial` will then fail, on all ranks.
     found = path.stat()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}, {found.st_dev}, {found.st_ino}"
@@ -262,7 +262,7 @@ def _folder() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seat:
-    """The place of a rank: its host, where it meets others, its process and GPU."""
+    """The place of a rank: its host, `_folder`, process and GPU."""
 
     host: str = field(default_factory=socket.gethostname)
     folder: str = field(default_factory=_folder)
@@ -271,7 +271,7 @@ class _Seat:
 
 
 def _obstacle(seats: list[_Seat], *, over_nvlink: bool) -> str:
-    """Return why this rank cannot write to the memory of all `seats`; "" if it may."""
+    """Return why this rank cannot write to the memory of all `seats`; "" if it can."""
     if len({seat.folder for seat in seats}) > 1:
         hosts = ", ".join(sorted({seat.host for seat in seats}))
         return f"an expert-parallel group on {hosts} without a common TMPDIR (or /tmp)"
@@ -318,11 +318,11 @@ def gather_objects(group: dist.ProcessGroup, value: _T) -> list[_T]:
 
 
 def reset_peaks() -> None:
-    """Start to count for `allocated_gib`: what torch holds now, and buffers that are asked for."""
+    """Reset what `allocated_gib` counts: torch's peak, and the symmetric memory in use."""
     torch.cuda.reset_peak_memory_stats()
     _used.clear()
 
 
 def allocated_gib() -> float:
-    """Return the peak GiB of tensors since torch's was reset, and of symmetric memory in use."""
+    """Return torch's peak since `reset_peaks` plus the symmetric memory used since then, in GiB."""
     return (torch.cuda.max_memory_allocated() + sum(_used.values())) / 2**30

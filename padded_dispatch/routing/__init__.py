@@ -1,4 +1,4 @@
-"""Routing, of one source by itself: the rows that it keeps, and their numbers.
+"""Routing decisions of one source: which rows it keeps, and the plan that numbers them.
 
 Letters: see `padded_dispatch.config`.
 """

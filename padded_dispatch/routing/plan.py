@@ -1,8 +1,8 @@
 """The plan of a source: which experts each token has, and which row of the source each one is.
 
-It is all that a receiver needs to know about the tokens of a source. A token's experts are in
-ascending order, which is the order of every sum over them. Plain torch runs on CPUs and is the
-specification; on CUDA tensors kernels give the same bits.
+With probabilities it is all that a receiver needs to lay out and sum the rows of a source. A
+token's experts are in ascending order; every sum over them runs in this order. Plain torch runs on
+CPUs and is the specification; on CUDA tensors kernels give the same bits.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class Plan:
     """The plan of one source rank. All tensors are contiguous int32 without a gradient.
 
     Attributes:
-        expert_TK: the experts of each token, ascending; -1 behind the last.
-        place_TK: number of this row among the source's rows for that expert, from 0, by token; -1
-            where there is no expert.
-        kept_E: rows for each expert. Rows of the map beyond K per token have no place.
+        expert_TK: the experts of each token, ascending; -1 after the last.
+        place_TK: index of the row among the source's rows for that expert, in token order; -1 where
+            there is no expert.
+        kept_E: rows for each expert. A token has at most K rows, those of its first K experts.
     """
 
     expert_TK: Tensor
@@ -31,7 +31,7 @@ class Plan:
 
 @nvtx_range("plan")
 def make_plan(map_TE: Tensor, *, top_k: int) -> Plan:
-    """Return the numbers of the rows of a map.
+    """Return the plan of a routing map.
 
     Args:
         map_TE: bool [T, E], T at least 1.
@@ -53,7 +53,7 @@ def plan_in_torch(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     before_TE = map_TE.cumsum(1) - map_TE.long()
     row_TE = map_TE & (before_TE < top_k)
     place_TE = row_TE.cumsum(0, dtype=torch.int32) - 1
-    # What has no k goes to column K, which is cut off.
+    # Entries without a row go to column K, which is cut off.
     k_TE = torch.where(row_TE, before_TE, top_k)
     none_TK = place_TE.new_full((num_tokens, top_k + 1), -1)
     number_E = torch.arange(num_experts, dtype=torch.int32, device=map_TE.device)
@@ -65,7 +65,7 @@ def plan_in_torch(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def choice_probs(probs_TE: Tensor, expert_TK: Tensor) -> Tensor:
-    """Return the probability of every choice, [T, K], at least fp32; 0 where there is none.
+    """Return the probability of every choice, [T, K], at least fp32; 0 where there is no expert.
 
     Differentiable in `probs_TE`, which is read only where a token has an expert.
     """

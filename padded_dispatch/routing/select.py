@@ -8,9 +8,9 @@ the first C in the policy's order are kept. The policies are those of Megatron's
 - `position`: the first tokens first, as in GShard and Switch (arXiv 2101.03961). The cheapest; it
   always drops from the end of the batch.
 
-Equals are ordered by token. More slots never drop a row that fewer slots kept. Under `probs`,
-whether a token keeps its slot also depends on later tokens. Selection goes by the map, never by
-`probs > 0`: a routed token may have probability zero.
+Ties go to the first token. A row that is kept with C slots is kept with more slots, too. Under
+`probs`, whether a token keeps its slot also depends on later tokens. Selection reads the map and
+never tests `probs > 0`: a routed token may have probability zero.
 
 Plain torch runs on CPUs and is the specification; on CUDA tensors a kernel gives the same bits.
 """
@@ -29,11 +29,10 @@ class Selection:
     """The routing map, cut down to the rows that have a slot.
 
     Attributes:
-        kept_TE: bool, at most C rows in a column. What was asked for, itself, where C is at least
-            T.
-        probs_TE: the router's dtype, exactly 0 where not kept; the router's own, itself, where C is
-            at least T. The only field with a gradient.
-        demand_E: int32, rows asked for per expert, before dropping; None where C is at least T.
+        kept_TE: bool, at most C rows in a column; the router's map itself if C >= T.
+        probs_TE: the router's probabilities, in its dtype, exactly 0 where not kept; the router's
+            tensor itself if C >= T. The only field with a gradient.
+        demand_E: int32, rows asked for per expert, before dropping; None if C >= T.
         capacity: slots of a cell (C).
     """
 
@@ -57,7 +56,7 @@ def select(
         map_TE: bool [T, E], what the router asked for; any number of experts per token, none for
             padding tokens.
         probs_TE: floating point [T, E].
-        capacity: slots of a cell (C). From T on nothing is selected, and no selection kernel runs.
+        capacity: slots of a cell (C). If C >= T every row is kept, and no selection kernel runs.
         policy: see the module's docstring.
 
     Raises:
@@ -80,7 +79,7 @@ def kept_map_in_torch(
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of `asked_TE` that keep a slot, bool [T, E], and the demand, int32 [E].
 
-    Probabilities are finite where asked, and read by "probs" only.
+    Only policy "probs" reads `probs_TE`, which must be finite where a row is asked for.
 
     Example: column `asked = [1, 1, 0, 1]`, `probs = [.2, .5, .9, .5]`, C = 2 keeps tokens 1 and 3
     under "probs" and tokens 0 and 1 under "position"; with C = 1 it keeps 1 and 0.
