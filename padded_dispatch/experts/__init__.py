@@ -1,11 +1,11 @@
 """Experts: where their rows lie, and the pass of a layer from tokens to tokens.
 
-    open -> lay out -> fc1 -> activation * prob -> fc2 + way home -> sum
+    send tokens -> lay out rows -> fc1 -> activation * prob -> fc2, rows sent home -> sum
 
-`packed` is that pass on a GPU, `plain` on a CPU; both compute real rows only, with weights of one
-parameter per linear, in e4m3 if they are given in e4m3, too (`scaled`). `padded` is for experts of
-others: it hands out padded cells and takes them back. `store` decides where rows lie and which find
-room.
+`packed` is that pass on a GPU, `plain` on a CPU. Both compute real rows only; each linear has one
+stacked weight, and products run in e4m3 if the weights are given in e4m3, too (`scaled`). `padded`
+is for experts from outside of this package: it gives them padded cells and takes back their output.
+`store` decides where rows lie and which of them have room.
 
 Letters: see `padded_dispatch.config`.
 """
@@ -27,10 +27,10 @@ class Sums:
 
     Attributes:
         sums_LOI: fp32, or in the dtype of the weight.
-        spare_LOI: what autograd gets as the gradient: memory of the weight's shape and dtype that
-            is never written; layers may share it.
-        zeroed: int32 [2]; unless the first is 0, the next gradient is stored, not added, because
-            the sums are zeros, and it becomes 0. The second is scratch.
+        spare_LOI: a stand-in for the gradient that autograd gets: memory of the weight's shape and
+            dtype that is never written; layers may share it.
+        zeroed: int32 [2]. If the first is not 0, the sums are zeros: backward stores the next
+            gradient instead of adding it, and sets the first to 0. The second is scratch.
     """
 
     sums_LOI: Tensor
@@ -38,8 +38,8 @@ class Sums:
     zeroed: Tensor
 
     def unspecified(self) -> Tensor:
-        """Return what autograd gets for a weight whose gradient was added."""
-        # Autograd takes a gradient as it is only if nothing else refers to its tensor, else a copy.
+        """Return the stand-in that autograd gets for a weight whose gradient was added."""
+        # A new tensor, since autograd copies a gradient if anything else refers to its tensor.
         return self.spare_LOI.detach()
 
 
@@ -50,11 +50,10 @@ class ExpertWeights:
     Attributes:
         fc1_LGD, fc2_LDF: on CUDA devices bf16, and D and F are multiples of 8.
         fc1_bias_LG, fc2_bias_LD: None if there is no bias.
-        fc1_sums, fc2_sums: to which backward adds the gradient of a weight; None leaves it to
-            autograd.
-        scaled: the same weights in e4m3, with which a pass computes its rows; None computes in the
-            dtype of the weights. Its refreshed state is read, so all passes between two steps
-            share it. Then D and F are multiples of 16 on CUDA devices.
+        fc1_sums, fc2_sums: the memory to which backward adds a weight's gradient; None returns the
+            gradient to autograd.
+        scaled: the same weights in e4m3, for the products of rows; the caller must refresh them. D
+            and F are then multiples of 16 on CUDA devices. None computes in the weights' dtype.
     """
 
     fc1_LGD: Tensor
@@ -71,9 +70,9 @@ class Call:
     """Decisions of the host about one pass of one layer.
 
     Attributes:
-        wire: the exchange of this rank's tokens.
-        take_room: called with what arrived, returns where rows lie.
-        counters: to which the receiver adds what it kept; None counts nothing.
+        wire: the exchange of the pass.
+        take_room: a function of the counts that arrived, which returns where rows lie.
+        counters: the counters to which the receiver adds; None counts nothing.
     """
 
     wire: Wire

@@ -4,9 +4,9 @@
     gated    prob * f(min(gate, clamp)) * (min(max(up, -clamp), clamp) + offset)
 
 If gated, the gate is the first half of `x + bias` and up the second. The definitions are those of
-`TEGroupedMLP` in Megatron-Core 0.16.1 to 0.19.0. Its stages round to bf16 one by one; here the
-whole expression, with the bias, is computed in fp32 and rounded once. It is plain torch, whose
-backward autograd writes; GPUs have `kernels.activation`.
+`TEGroupedMLP` in Megatron-Core 0.16.1 to 0.19.0. TEGroupedMLP rounds each stage to bf16; here the
+whole expression, with the bias, is computed in at least fp32 and rounded once. This is plain torch
+with autograd's backward; on GPUs `kernels.activation` takes its place.
 """
 
 import math
@@ -68,7 +68,7 @@ def activate(
         fc1_NG: floating point.
         prob_N: at least fp32.
         activation: which activation.
-        bias: added to the rows, of all of them, [G], or of each, [N, G]; None adds nothing.
+        bias: added to the rows: [G], the same for all, or [N, G], one for each; None adds nothing.
 
     Returns:
         The dtype of `fc1_NG`, computed in at least fp32 and rounded once.

@@ -1,17 +1,17 @@
 """The pass of a layer on a GPU: one autograd function from tokens to tokens.
 
-    forward    open, lay out, spread, fc1, activation, fc2 with rows sent home, sum
-    backward   spread and fc1 of rows that were overwritten; push, spread, fc2's gradients,
-               activation's, fc1's with rows sent home, sum, spread, fc1's weight's
+    forward    send tokens, lay out, spread, fc1, activation, fc2 with rows sent home, sum
+    backward   for overwritten rows: spread, fc1; then send gradients, spread, gradients of fc2 and
+               activation; gradients of fc1's input, sent home, sum; spread, fc1's weight gradient
 
-Fc1's results lie in the store until backward, or until a pass needs the room. A pass keeps the
-tokens that arrived in place of their rows, if backward will spread them again. Fc2's input is
-computed again by the kernel of the activation's gradient, which overwrites fc1's results. So
-backward runs once per forward pass. Products in e4m3 read rows that are quantized where they are
-made, and kept for that product only.
+To spread is to copy each token, or its gradient, to all its rows. The store keeps fc1's results
+until backward, or until a later pass overwrites them. A pass keeps the tokens that arrived, not
+their rows, if backward will spread them again. The kernel of the activation's gradient recomputes
+fc2's input and overwrites fc1's results, so backward runs once per forward pass. For products in
+e4m3 the kernels that make rows also quantize them; only the next product reads quantized rows.
 
-Pushes and returns alternate (`exchange.direct` says why), so backward always brings gradients home,
-wanted or not.
+Pushes and returns must alternate (see `exchange.direct`), so backward always brings the gradients
+of tokens home, even if they are not needed.
 """
 
 import dataclasses
@@ -36,9 +36,9 @@ from padded_dispatch.utils.phases import require_first_derivatives
 def run(
     tokens_TD: Tensor, prob_TK: Tensor, weights: ExpertWeights, activation: Activation, call: Call
 ) -> Tensor:
-    """Do what `experts.run` says; raise for what `gemm.check_on_gpu` refuses."""
+    """Do the work of `experts.run` on a GPU; raise as `gemm.check_on_gpu` does."""
     gemm.check_on_gpu(tokens_TD, weights.fc2_LDF, 8 if weights.scaled is None else 16)
-    # Autograd asks for this gradient in all passes, and tokens are kept for it.
+    # A pass keeps tokens for this gradient. Without gradients, autograd would still ask for it.
     fc1_LGD = weights.fc1_LGD if torch.is_grad_enabled() else weights.fc1_LGD.detach()
     biases = weights.fc1_bias_LG, weights.fc2_bias_LD
     biases = [None if bias is None else bias.contiguous() for bias in biases]
@@ -48,9 +48,9 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """The needs of backward beside what autograd keeps.
+    """State that backward needs and autograd does not save.
 
-    `stored`: the buffers of a stack; `own`: see `exchange.Values`.
+    `stored`: the buffers, if they are a stack's; `own`: see `exchange.Values`.
     """
 
     wire: Wire
@@ -86,7 +86,7 @@ class _Pass(torch.autograd.Function):
         )
         segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
         buffers = room.buffers(segments.num_rows, fc1_width, like=tokens_TD)
-        # Autograd may drop memory of the pass's own, and have it filled again by recompute.
+        # Autograd saves buffers outside of a stack, so that recompute may drop and refill them.
         mine = tuple(vars(buffers).values())
         own, stored = (mine, ()) if room.stack is None else ((), mine)
         ctx.kept = kept = _Kept(
@@ -145,7 +145,7 @@ class _Pass(torch.autograd.Function):
         if kept.room.overwritten:
             assert kept.room.top is not None
             stale = torch.maximum(segments.offsets, kept.room.top[2])
-            if not gives_back:  # Rows of calls behind may lie there: all again, in other memory.
+            if not gives_back:  # Later calls may have rows there: recompute all in other memory.
                 base, room = segments.offsets[:1], dataclasses.replace(kept.room, stack=None)
                 stale, row_SPK = segments.offsets - base, row_SPK - base * (row_SPK >= 0)
                 mine = room.buffers(num_rows, fc1_MG.shape[1], like=fc1_MG)
@@ -214,7 +214,7 @@ def _multiply_by_fc1(
     weights: ExpertWeights,
     **choices: Any,
 ) -> None:
-    """Spread tokens over their rows, multiply these, and store what comes in the buffers."""
+    """Spread tokens to rows, multiply the rows by fc1's weight, and store results in `buffers`."""
     forms, homes_S = weights.scaled, kept.wire.homes_S
     scaled_ND = _empty_scaled(weights, kept.segments.num_rows, fc1_LGD.shape[2])
     rows_ND = rows.spread_rows(
@@ -236,7 +236,7 @@ def _multiply_by_fc1(
 
 
 def _empty_scaled(weights: ExpertWeights, num_rows: int, width: int) -> Scaled | None:
-    """Return loose memory for rows in e4m3; None if products read rows as they are."""
+    """Return loose memory for rows in e4m3; None if products do not run in e4m3."""
     like = weights.fc1_LGD
     return None if weights.scaled is None else Scaled.empty(num_rows, width, like=like)
 
@@ -244,7 +244,7 @@ def _empty_scaled(weights: ExpertWeights, num_rows: int, width: int) -> Scaled |
 def _weight_gradient(
     grad: Tensor, rows_NI: Tensor, segments: Segments, stored: bool, sums: Sums | None
 ) -> Tensor:
-    """Return a weight's gradient, or add it to the sums and return unspecified memory."""
+    """Return a weight's gradient, or add it to `sums` and return the stand-in of `Sums`."""
     to = () if sums is None else (sums.sums_LOI, sums.zeroed)
     product_LOI = gemm.weight_gradients(grad, rows_NI, segments, *to, stored=stored)
     return product_LOI if sums is None else sums.unspecified()

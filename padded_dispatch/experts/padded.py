@@ -1,12 +1,14 @@
-"""Padded cells for experts of others: C rows for each (expert, source), the first of them real.
+"""Padded cells for experts from outside of this package: C rows for each (expert, source).
 
-    open -> cells [L * S * C, D] -> (experts) -> sum of each (source, slot) -> bring
+    send tokens -> cells [L * S * C, D] -> (experts) -> sum of each (source, slot) -> send sums home
 
-Row `(l * S + s) * C + c` is the c-th row of source s for local expert l. A padded row is exactly 0,
-with probability 0, and so is its gradient, whatever fresh memory held; what experts make of it is
-not read, forward or backward. So all sizes follow from C, and experts may compute padding.
+Row `(l * S + s) * C + c` is row c of source s for local expert l; real rows come first. A padded
+row and its probability are exactly 0, and so is the gradient of its output, whatever the memory
+held. The experts' results for padded rows, forward and backward, are not read. So all sizes follow
+from C, and experts may compute padding.
 
-On GPUs the steps between the wire's are two autograd functions over kernels; on CPUs plain torch.
+On GPUs two autograd functions over kernels do the steps before and after the experts; on CPUs plain
+torch does.
 
 N = L * S * C.
 """
@@ -32,8 +34,8 @@ class ExpertInput:
 
     Attributes:
         rows_ND: tokens, by local expert, then by source; exactly 0 in padded rows.
-        probs_N: at least fp32, their probabilities, with which the experts must scale what they
-            return; exactly 0 in padded rows.
+        probs_N: at least fp32, their probabilities, by which the experts must multiply their
+            output; exactly 0 in padded rows.
         count_SL: int32, real rows of each source for each local expert.
     """
 
@@ -44,12 +46,12 @@ class ExpertInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """Facts of a dispatch that `combine` needs.
+    """State of a dispatch that `combine` needs.
 
     Attributes:
         wire: the exchange of the pass.
         cells: offsets of every (expert, source).
-        row_SPK: int32, the row of each choice; negative where it has none on this rank.
+        row_SPK: int32, the row of each choice; negative if it has none on this rank.
         count_SL: as in `ExpertInput`.
     """
 
@@ -69,8 +71,8 @@ def dispatch(
         tokens_TD: floating point.
         prob_TK: at least fp32, the probability of every choice of the plan.
         wire: the exchange of the pass, over collectives.
-        config: of the pass. A row beyond its capacity has no room and counts as zero. If it fits,
-            the host reads what this rank needs, at least 1; other ranks may need more.
+        config: of the pass. A row beyond its capacity has no room and counts as zero. With `FIT`
+            the host reads the C that this rank needs; other ranks may have another C.
     """
     arrived = wire.open(tokens_TD, prob_TK)
     count_SL = arrived.count_SL
@@ -109,8 +111,8 @@ def dispatch(
 def combine(out_ND: Tensor, sent: Sent) -> Tensor:
     """Bring the experts' output home and sum it for every token: [N, D] to [T, D].
 
-    Sums have at least fp32, in ascending expert order for each rank, then in rank order. Padded
-    rows of `out_ND` may hold anything.
+    Rows are added in at least fp32: those of one rank in ascending expert order, then the ranks'
+    sums in rank order. Padded rows of `out_ND` may hold anything.
     """
     if _has_kernels(out_ND):
         return sent.wire.bring(_ToSums.apply(out_ND, sent))
@@ -125,7 +127,7 @@ def _has_kernels(values: Tensor) -> bool:
 
 
 def _places(row_SPK: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the row of each choice, one behind the last if it has none, and its slot."""
+    """Return the row of each choice, `num_rows` if it has none, and its slot; both flat."""
     row_C = row_SPK.flatten().long()
     slot_C = torch.arange(len(row_C), device=row_C.device) // row_SPK.shape[2]
     return torch.where(row_C < 0, num_rows, row_C), slot_C
@@ -169,7 +171,7 @@ class _ToCells(torch.autograd.Function):
 
 
 class _ToSums(torch.autograd.Function):
-    """The sum of the rows of each (source, slot), on a GPU; not rounded if others will be added."""
+    """The sum of the rows of each (source, slot), on a GPU; not rounded if ranks split experts."""
 
     @staticmethod
     def forward(ctx: Any, out_ND, sent):

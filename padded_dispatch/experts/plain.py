@@ -1,12 +1,12 @@
 """Packed experts in plain torch, for CPUs: autograd writes the backward.
 
-    open -> lay out -> rows -> (fc1 -> activation -> fc2) of each expert -> prob -> sum -> bring
+    send tokens -> lay out -> (fc1 -> activation * prob -> fc2) of each expert -> sum -> send home
 
 With weights in e4m3 a product quantizes its rows, and in backward its gradient (`_Product`).
 
-Rows are read on the host here, so a pass computes its real rows and nothing else. Products and sums
-are done in at least fp32, and each step rounds once, as on GPUs. A row that found no room is not
-among the rows of its pass, so it adds zero to its token, and its token gets no gradient from it.
+The host reads which rows are real, so a pass computes no others. Products and sums are done in at
+least fp32, and each step rounds once, as on GPUs. A row without room is not among the rows of its
+pass, so it adds zero to its token, and its token gets no gradient from it.
 
 n: rows of the pass; `..._N` has one element for each of them.
 """
@@ -46,7 +46,7 @@ def store_offsets(
         in_use, asked, low = room.top.tolist()
     total, level = int(count_SL.sum()), NO_LEVEL
     if total > room.limit:
-        levels = range(int(count_SL.max()))  # The last one that fits; 0 does.
+        levels = range(int(count_SL.max()))  # Find the largest that fits; 0 does.
         level = bisect_right(levels, room.limit, key=lambda w: int(count_SL.clamp(max=w).sum())) - 1
     kept_LS = count_SL.T.clamp(max=level)
     num_rows = int(kept_LS.sum())
@@ -68,7 +68,7 @@ def store_offsets(
 
 
 def release(top: Tensor, offsets: Tensor, before: Tensor) -> None:
-    """Give the rows of a pass back, as `kernels.layout.release` does; raise if they were before."""
+    """Give back the rows of a pass, like `kernels.layout.release`; raise if they already were."""
     if top[0] < offsets[-1]:
         raise RuntimeError("rows of a store were given back before their last use")
     top[:2] = before
@@ -77,7 +77,7 @@ def release(top: Tensor, offsets: Tensor, before: Tensor) -> None:
 def rows_of_choices(
     expert_SPK: Tensor, place_SPK: Tensor, offsets: Tensor, level: Tensor, num_experts: int
 ) -> Tensor:
-    """Return the row of each choice, int32 [S, P, K]; -1 is no choice of this rank, -2 no room."""
+    """Return the row of each choice, int32 [S, P, K]; -1: no expert of this rank, -2: no room."""
     is_ours = (expert_SPK >= 0) & (expert_SPK < num_experts)
     source_S11 = torch.arange(len(expert_SPK), device=offsets.device)[:, None, None]
     segment_SPK = torch.where(is_ours, expert_SPK, 0) * len(expert_SPK) + source_S11
@@ -86,7 +86,7 @@ def rows_of_choices(
 
 
 def take(values_SPD: Tensor, slot_N: Tensor) -> Tensor:
-    """Return the values of these slots, [n, D]; gradients of a slot are summed in at least fp32."""
+    """Return the value in the slot of each row, [n, D]; sum a slot's gradients in at least fp32."""
     wide = values_SPD.flatten(0, 1).to(_wide(values_SPD.dtype))
     return wide.index_select(0, slot_N).to(values_SPD.dtype)
 
@@ -101,7 +101,7 @@ def add(rows_ND: Tensor, slot_N: Tensor, num_sources: int, num_slots: int) -> Te
 def run(
     tokens_TD: Tensor, prob_TK: Tensor, weights: ExpertWeights, activation: Activation, call: Call
 ) -> Tensor:
-    """Do what `experts.run` says, for any floating point dtype."""
+    """Do the work of `experts.run` in plain torch, for any floating point dtype."""
     wire = cast(CollectiveWire, call.wire)  # Direct stores need a GPU.
     arrived = wire.open(tokens_TD, prob_TK)
     values_SPD, prob_SPK = arrived.values.rows_SPD, arrived.prob_SPK
@@ -157,9 +157,9 @@ def _experts(
 
 
 def _products(weight_LOI: Tensor, *forms: Scaled) -> list[Callable[[Tensor], Tensor]]:
-    """Return, for each expert, what multiplies rows by its weight; results are wide.
+    """Return, for each expert, a function that multiplies rows by its weight, in at least fp32.
 
-    `forms`: the weight in e4m3, for forward and for backward; none computes without.
+    `forms`: the weight in e4m3, for forward and for backward; without them no row is quantized.
     """
     if not forms:
         return [lambda rows, weight=weight: rows.to(weight) @ weight.T for weight in weight_LOI]
@@ -168,7 +168,7 @@ def _products(weight_LOI: Tensor, *forms: Scaled) -> list[Callable[[Tensor], Ten
 
 
 class _Product(torch.autograd.Function):
-    """`rows @ weight.T` in e4m3, as is the gradient of the rows; the weight's is not."""
+    """`rows @ weight.T` and the gradient of the rows in e4m3; the weight's gradient is not."""
 
     @staticmethod
     def forward(ctx, rows_NI, weight_OI, form_OI, back_IO):
@@ -208,15 +208,15 @@ class _Weight(torch.autograd.Function):
 
 
 class _Release(torch.autograd.Function):
-    """Hand on the sums of a pass; backward gives its rows back to the store."""
+    """Return the sums of a pass as they are; backward gives its rows back to the store."""
 
-    # Nothing of this pass reads the store, so it need not be the last step of its backward. It is
-    # the first one, because it must be done whatever has a gradient.
+    # On CPUs no step of backward reads the store, so giving back can be its first step. The first
+    # step runs whichever of the inputs have gradients.
 
     @staticmethod
     def forward(ctx, sum_SPD, room, offsets, before):
         ctx.given = room, offsets, before
-        return sum_SPD.detach()  # Not what was given, which could not be changed in place.
+        return sum_SPD.detach()  # Autograd would forbid to change the input itself in place.
 
     @staticmethod
     def backward(ctx, grad_SPD):  # pyright: ignore[reportIncompatibleMethodOverride]

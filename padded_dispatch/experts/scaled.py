@@ -1,19 +1,19 @@
 """Experts in e4m3: rows with a scale each, weights with a scale for each output channel.
 
-    fc1         rows of tokens       weight [L, G, D]    quantized by the receiver, once per token
-    fc2         hidden rows          weight [L, D, F]    by the activation
-    its back    gradient rows        weight [L, F, D]    by the receiver, once per token
-    fc1's back  fc1's gradient       weight [L, D, G]    by the activation's backward
+    fc1             rows of tokens    weight [L, G, D]    rows quantized by the receiver, per token
+    fc2             hidden rows       weight [L, D, F]    by the activation
+    fc2, backward   gradient rows     weight [L, F, D]    by the receiver, per token
+    fc1, backward   fc1's gradient    weight [L, D, G]    by the activation's backward
 
-Tokens and sums travel in bf16, and the store keeps rows in bf16, which the gradients of weights
-read: these see no quantized value. A product is scaled and rounded at its end. Scales are powers of
-two (`kernels.Scaled`), so its error is that of rounding both operands to e4m3, 2**-4 of a value at
-most, and of the tensor cores' sums.
+Tokens, sums and the store stay in bf16. The gradients of weights read bf16 rows, never a quantized
+value. A product is scaled and rounded after its sum. Scales are powers of two (`kernels.Scaled`),
+so the error of a product is that of rounding both operands to e4m3, 2**-4 of a value at most, and
+that of the tensor cores' sums.
 
 A weight is quantized in both orientations, since 8-bit tensor cores need the inner dimension
-contiguous: as many bytes again as in bf16. A pass quantizes stale weights only, once per optimizer
-step: a step of any optimizer of torch marks them. The flag is on the device, so that replays of
-CUDA graphs act as eager passes do.
+contiguous; the two take as many bytes as the weight in bf16. A step of any torch optimizer
+marks weights stale, and the next pass quantizes stale weights. The flag is on the device, so a
+replayed CUDA graph acts as an eager pass does.
 """
 
 import functools
@@ -31,7 +31,7 @@ def quantize(rows: Tensor) -> Scaled:
     """Quantize rows [..., I], as the kernels do: see `kernels.Scaled`."""
     wide = rows.float()
     most = wide.abs().amax(-1)
-    # 448 = 1.75 * 2**8: the exponent less 8, and one more where the mantissa is above 1.75.
+    # 448 = 1.75 * 2**8: the scale has the exponent of `most` less 8, plus 1 if its mantissa > 1.75.
     exponent = (((most.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(min=1)
     scales = (exponent << 23).view(torch.float32).where(most.isfinite(), torch.nan)
     inverse = ((254 - exponent) << 23).view(torch.float32)
@@ -47,8 +47,8 @@ def widen(scaled: Scaled, dtype: torch.dtype) -> Tensor:
 class ScaledWeights:
     """Both weights of a layer in e4m3, in the orientations of a pass.
 
-    `refresh` goes in front of each forward pass. It quantizes if the weights are stale, as they are
-    at first.
+    Call `refresh` before each forward pass. It quantizes the weights if they are stale; new ones
+    are.
 
     Args:
         fc1_LGD, fc2_LDF: contiguous; their shapes, dtype and device are read.
@@ -60,7 +60,7 @@ class ScaledWeights:
 
     def __init__(self, fc1_LGD: Tensor, fc2_LDF: Tensor) -> None:
         (num_experts, fc1_width, width), ffn_width = fc1_LGD.shape, fc2_LDF.shape[2]
-        with torch.inference_mode(False):  # Passes of training change them, too.
+        with torch.inference_mode(False):  # Training passes could not change inference tensors.
             self.fc1_LGD = Scaled.empty(num_experts, fc1_width, width, like=fc1_LGD)
             self.fc1_LDG = Scaled.empty(num_experts, width, fc1_width, like=fc1_LGD)
             self.fc2_LDF = Scaled.empty(num_experts, width, ffn_width, like=fc2_LDF)
@@ -69,18 +69,18 @@ class ScaledWeights:
         self.__setstate__({})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Mark weights behind each step of an optimizer, those of copies as well."""
+        """Restore the state, and have each optimizer step mark the weights stale, also a copy's."""
         vars(self).update(state)
         _live.add(self)
         _follow_optimizers()
 
     def mark_stale(self) -> None:
-        """Let the next `refresh` quantize; call it when weights have changed in another way."""
+        """Make the next `refresh` quantize; call it if weights change without an optimizer step."""
         self._stale.fill_(1)
 
     @torch.no_grad()
     def refresh(self, fc1_LGD: Tensor, fc2_LDF: Tensor) -> None:
-        """Quantize the weights, if they are stale, without the host's knowing."""
+        """Quantize the weights if they are stale; on a GPU the host does not read whether."""
         for weight_LOI, form, back in (
             (fc1_LGD, self.fc1_LGD, self.fc1_LDG),
             (fc2_LDF, self.fc2_LDF, self.fc2_LFD),
@@ -102,7 +102,7 @@ _live: WeakSet[ScaledWeights] = WeakSet()
 
 @functools.cache
 def _follow_optimizers() -> None:
-    """Mark all weights behind each step of an optimizer from now on, in one launch."""
+    """Mark all weights stale after each optimizer step from now on, in one launch."""
     private: Any = torch
 
     def stepped(*given: Any) -> None:

@@ -1,25 +1,26 @@
-"""One store for the rows of all layers of a model chunk, and what passes have that keep nothing.
+"""One store for the rows of all layers of a model chunk, and room for passes that keep no rows.
 
 Demand of a single layer varies widely, that of all layers together little. So the layers of a chunk
-share one store for each micro-batch in flight, used as a stack, for what backward needs:
+share a store. It has a stack for each micro-batch in flight, for what backward needs of each row. A
+call is one run of one layer in a pass; it has n rows:
 
     M      sum of `DispatchConfig.rows(T)` over calls that keep rows, at least `store_rows(T, 1)`
-    top    rows in use, on the device
-    forward of call i     base = top (0 for the first), rows from base on, top = base + n
-    backward of call i    behind its last use of the rows, top is what it was, if no call behind it
-                          still has rows
+    top    rows in use, a number on the device
+    forward of a call     base = min(top, M - n), 0 for the first; rows from base on, top = base + n
+    backward of a call    after the last use of its rows top is what it was before its forward,
+                          unless a later call still has rows
 
-A call that finds the store full writes over the last rows of the calls before it. Backward computes
-those again from the tokens, which such calls keep, so nothing is lost. What one call has beyond M
-is cut by a water level (`kernels.layout`), which needs more than five ranks.
+A call that finds the stack full overwrites the last rows of earlier calls. Backward recomputes
+these from the tokens, which the earlier calls keep, so nothing is lost. If a single call has more
+than M rows, a water level drops some (`kernels.layout`); that takes more than five ranks.
 
-Base and top never reach the host. It mirrors which calls have rows in which stack: a call takes the
-stack that an earlier call of its pass used last, else one without rows, whose first call starts at
-0. A pass that broke off gives its stacks back when its autograd nodes are gone. What a CUDA graph
-has captured stays with the store, and eager passes keep out of it: replays leave no mark here.
+The host never reads base and top. It tracks which calls have rows in which stack: a call takes the
+stack that an earlier call of its pass used last, else a stack without rows. A pass that breaks off
+frees its stacks when its autograd nodes are gone. Stacks that a CUDA graph has captured stay with
+the store. Eager passes do not use them, since the host cannot track the calls of a replay.
 
 Passes that keep nothing (evaluation, the first pass of recompute) and recompute inside of backward
-have memory of their own: `scratch`, alike in both passes of a recomputed layer, or `fitting`.
+have other memory: `scratch`, of one size for both passes of a recomputed layer, or `fitting`.
 """
 
 import dataclasses
@@ -46,12 +47,12 @@ RUN_ONCE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """The needs of backward of each row, `row_bytes` in all. Row n of each belongs together.
+    """The memory of rows for backward, `row_bytes` for each row.
 
     Attributes:
         fc1_MG: fc1's result; backward overwrites it with its gradient.
-        prob_M: fp32.
-        home_M: int64, where each row goes home, an address; not read where sums go home.
+        prob_M: fp32, the row's probability.
+        home_M: int64, the row's address at home; not read over collectives.
     """
 
     fc1_MG: Tensor
@@ -61,7 +62,7 @@ class Buffers:
 
 @dataclass(kw_only=True, eq=False)
 class Entry:
-    """The host's mark of a pass that has rows in a stack, held by its autograd node."""
+    """The host's mark of a call that has rows in a stack; the call's autograd node holds it."""
 
     number: int
 
@@ -74,10 +75,10 @@ class _Stack:
         num_rows: M, or more.
         top: see `Room.top`.
         captured: whether a CUDA graph uses it.
-        entries: marks of passes, those of the last calls last.
-        buffers: memory of rows of some width and dtype.
+        entries: marks of the calls that have rows here, in their order.
+        buffers: memory of rows, by fc1's width and dtype.
         num_tokens: T of the pass that uses it.
-        rooms: those of all its calls.
+        rooms: the room of each call of that pass, by number.
     """
 
     num_rows: int
@@ -92,8 +93,8 @@ class _Stack:
     def last(self) -> int:
         """Number of the last call with rows here; -1 if there is none.
 
-        Where it did not give them back no call may follow: its rows would lie behind rows of the
-        dead.
+        If the last call has ended without backward, while an earlier one has not, it is the number
+        of calls, so no call follows: the rows of the ended call are still below `top`.
         """
         if not any(entry() for entry in self.entries):
             self.entries.clear()
@@ -108,11 +109,11 @@ class Room:
 
     Attributes:
         top, first, limit: see `kernels.layout.lay_out`.
-        most: N.
-        overwritten: whether calls that follow may overwrite rows.
+        most: the most rows of the pass (N).
+        overwritten: whether later calls may overwrite rows.
         share: rows of this pass in perfect balance.
-        stack: whose rows they are; None where nothing stays.
-        entry: the mark on it, which lives until backward is done.
+        stack: the stack that has the rows; None if they are not kept.
+        entry: this call's mark in the stack, which lives until backward is done.
     """
 
     limit: int
@@ -125,7 +126,7 @@ class Room:
     entry: Entry | None = field(default=None, repr=False)
 
     def buffers(self, num_rows: int, fc1_width: int, like: Tensor) -> Buffers:
-        """Return memory of `num_rows`; that of a stack, new at the first call with such a width."""
+        """Return memory of `num_rows` rows, or the stack's, new at its first use with a width."""
         known, key = {}, (fc1_width, like.dtype)
         if self.stack is not None:
             known, num_rows = self.stack.buffers, self.stack.num_rows
@@ -138,10 +139,10 @@ class Room:
         return known[key]
 
     def gives_back(self) -> bool:
-        """Return whether backward, which begins, may write to the stack and lower `top`.
+        """Return whether the backward that begins may refill overwritten rows and lower `top`.
 
-        Not where calls behind it have rows: it leaves these alone, and computes rows that were
-        overwritten again in memory of its own.
+        It may not if later calls have rows in the stack. It then recomputes overwritten rows in
+        memory of its own.
         """
         if self.stack is None or self.entry is None:
             return False
@@ -150,28 +151,28 @@ class Room:
         return not any(mark() for mark in behind)
 
     def close(self) -> None:
-        """Take the mark off the stack, as backward lowers `top`; else it dies with the pass."""
+        """Remove the mark when backward lowers `top`; otherwise it dies with the autograd node."""
         assert self.stack is not None and self.entry is not None
         self.stack.entries.remove(weakref.ref(self.entry))
 
 
-# Returns the room of the pass that begins, whose sources send `count_SL` rows: see `room_of_pass`.
+# A function that returns the room of a pass from its `count_SL`: see `room_of_pass`.
 TakeRoom = Callable[[Tensor], Room]
 
 
 class Store:
     """The rows of all layers of a model chunk, in a stack for each micro-batch in flight.
 
-    Layers `add` their calls in the order of a pass. Stacks are made when they are first needed; a
-    graph that is captured keeps those it uses.
+    Layers `add` their calls in the order of a pass. Stacks are created at their first use; a
+    captured graph keeps the stacks that it uses.
     """
 
     def __init__(self) -> None:
         self._configs: list[Callable[[], DispatchConfig]] = []
-        self._stacks: list[_Stack] = []  # That used last comes last.
+        self._stacks: list[_Stack] = []  # The last one was used last.
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the stacks out of a copy, which makes its own when it runs."""
+        """Leave the stacks out of a copy, which creates its own when it runs."""
         return vars(self) | {"_stacks": []}
 
     def add(self, config: Callable[[], DispatchConfig]) -> int:
@@ -187,14 +188,14 @@ class Store:
         return _rooms_of(tuple(map(call, self._configs)), num_tokens)[0].limit
 
     def num_shares(self, num_tokens: int) -> int:
-        """Return the rows of all calls in perfect balance, relative to which a factor is."""
+        """Return the rows of all calls in perfect balance, those of factor 1."""
         return sum(config().share(num_tokens) for config in self._configs)
 
     def take(self, numbers: Sequence[int], num_tokens: int, count_SL: Tensor) -> Room:
         """Return the room of a pass with gradients.
 
         Args:
-            numbers: those of the layer's calls, ascending; one, unless a pass runs it repeatedly.
+            numbers: of the layer's calls, ascending; several if a pass runs the layer repeatedly.
             num_tokens: T.
             count_SL: its device is read.
         """
@@ -217,10 +218,10 @@ class Store:
         return dataclasses.replace(stack.rooms[number], top=stack.top, first=last < 0, **mine)
 
     def _begin(self, num_tokens: int, captures: bool, device: torch.device) -> _Stack:
-        """Return a stack without rows for a pass that begins, out of the list of all."""
+        """Return a stack without rows for a pass that begins, removed from the list of stacks."""
         rooms = _rooms_of(tuple(map(call, self._configs)), num_tokens)
         num_rows, found = rooms[0].limit, None
-        # A capture may also take over what eager passes have left.
+        # A capture may also take over a stack that eager passes have left.
         for stack in sorted(self._stacks, key=attrgetter("captured")):
             if stack.last < 0 and stack.captured <= captures:
                 if stack.num_rows >= num_rows and stack.top.device == device:
@@ -236,20 +237,20 @@ class Store:
         return found
 
     def release(self, *, captured: bool) -> None:
-        """Free the stacks that have no rows: those of deleted graphs, or those of eager passes."""
+        """Free stacks without rows: those of graphs, all deleted by now, or of eager passes."""
         self._stacks = [s for s in self._stacks if s.captured != captured or s.last >= 0]
 
 
 @functools.lru_cache
 def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Room, ...]:
-    """Return the rooms of all calls of a store: what follows from configs and T."""
+    """Return the room of each call of a store, as far as configs and T decide it."""
     keep = [config for config in configs if not config.fits]  # The others keep no rows here.
     num_rows = sum(config.rows(num_tokens) for config in keep)
     limit = max([num_rows, *(config.store_rows(num_tokens, 1) for config in keep)])
     most = [0 if config.fits else min(config.most_rows(num_tokens), limit) for config in configs]
     rooms = []
     for i, config in enumerate(configs):
-        # It ends there at most; a call behind it overwrites what lies beyond M less its own rows.
+        # Rows of call i end at `end` or before. A later call with n rows overwrites beyond M - n.
         end, share = sum(most[: i + 1]), config.share(num_tokens)
         overwritten = any(rows and end + rows > limit for rows in most[i + 1 :])
         rooms.append(Room(limit=limit, most=most[i], share=share, overwritten=overwritten))
@@ -259,7 +260,7 @@ def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Roo
 def room_of_pass(
     config: DispatchConfig, num_tokens: int, store: Store | None, numbers: Sequence[int]
 ) -> TakeRoom:
-    """Return where a pass's rows lie: in a store, see `Store.take`, if backward will need them."""
+    """Return the function that gives a pass its room: `Store.take` if backward needs its rows."""
     if config.fits:
         return fitting
     if store is None or in_backward() or not trains():
@@ -274,6 +275,6 @@ def scratch(config: DispatchConfig, num_tokens: int, count_SL: Tensor) -> Room:
 
 
 def fitting(count_SL: Tensor) -> Room:
-    """Return a room that keeps nothing and holds all rows of an eager pass, read on the host."""
+    """Return a room that keeps nothing, for all rows of an eager pass, counted on the host."""
     num_rows = max(1, int(count_SL.sum()))
     return Room(limit=num_rows, most=num_rows, share=num_rows)
