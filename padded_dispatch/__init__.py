@@ -1,7 +1,7 @@
 """padded_dispatch: a Mixture-of-Experts token dispatcher with static shapes.
 
 The public API is what this package and `padded_dispatch.megatron` export. A name that needs torch
-is imported when it is first used: `padded-dispatch --help` and a typo take no torch.
+is imported at its first use, so `padded-dispatch --help` and usage errors do not import torch.
 """
 
 import importlib
@@ -35,7 +35,7 @@ __all__ = [
     "select",
 ]
 
-# The module of each name that is imported when it is first used.
+# The module that defines each name imported at first use.
 _HOMES = {
     "Activation": "experts.activation",
     "Dispatched": "dispatcher",

@@ -1,9 +1,9 @@
 """The settings that decide every shape, and the capacity and buffer sizes that follow from them.
 
-Everything here is integer arithmetic, done before anything is allocated.
-
-`capacity factor` means at least five things in the field. Here it is room relative to perfect
-balance: rows of a store, or, as in Megatron, slots of a cell, which is one (source, expert).
+A row is a token's copy for one of its experts. A choice is one (token, k), with k from 0 to K - 1.
+A cell is the buffer of one (source, expert). A store holds the rows of all layers of a model chunk.
+Home is a token's own rank. The capacity factor is room relative to perfect balance: the rows of a
+store, or, as in Megatron, the slots of a cell.
 
 Letters, with the same meaning in every module (a module that needs more lists them at its top):
 
@@ -13,12 +13,12 @@ E: experts in all
 L: experts on this rank, E / R
 R: ranks in the expert-parallel group
 S: sources of an expert's rows, R times the expert-tensor-parallel size
-C: capacity, the slots of one source in one expert's buffer
+C: capacity, the slots of a cell
 D: hidden size
 F: ffn size of one expert
 G: columns of fc1's result: 2F (gate before up) if the activation is gated, else F
-O, I: width of an output and an input row of a linear
-P: slots of one source at one rank, for its tokens on the wire
+O, I: output and input width of a linear
+P: slots for the tokens that one source sends to one rank
 N: rows that a buffer has room for
 M: rows of a store, which all layers share
 """
@@ -36,11 +36,11 @@ ExchangeKind = Literal["auto", "alltoall", "direct"]
 CapacityPool = Literal["store", "expert"]
 CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
 
-# The capacity factor that drops nothing: there is room for every routing.
+# The capacity factor that drops nothing, whatever the routing.
 NO_DROP = math.inf
-_OF_STORE = 1.25  # Beyond it rows are computed again: 1 % of a fresh router's.
+_OF_STORE = 1.25  # NO_DROP's factor for a store: with a fresh router, 1 % of rows are recomputed.
 
-# The factor of eager passes that drop nothing, whose sizes follow from their routing.
+# The capacity factor of eager passes that size their buffers to their routing, and drop nothing.
 FIT: Final = "fit"
 
 CapacityFactor = float | Literal["fit"]
@@ -57,7 +57,7 @@ def require(ok: object, field: str, value: object, rule: str, fix: str = "") -> 
 
 
 def is_positive(value: Any) -> bool:
-    """Return whether a value is a number above 0; True is none."""
+    """Return whether a value is a number above 0; a bool is not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
@@ -80,12 +80,12 @@ class DispatchConfig:
         num_experts: experts in all (E), a multiple of `num_ranks`.
         top_k: the most experts that a token can have (K).
         capacity_factor: room relative to perfect balance. `NO_DROP` drops nothing: cells have C =
-            T, a store the factor 1.25, and a pass has room for every routing. `FIT` drops nothing,
-            in eager passes only: their sizes follow from the routing.
-        alignment: every expert's padded cells (S * C rows) are a multiple of this; some recipes
+            T; a store has the factor 1.25, and at least room for any routing of one layer. `FIT`
+            drops nothing either: buffers are sized to the routing, in eager passes only.
+        alignment: S * C, the rows of an expert's padded cells, is a multiple of this; fp8 recipes
             need it.
-        capacity_pool: which rows share room. "store": all rows of all layers. "expert": those of
-            one cell, C slots for each (source, expert).
+        capacity_pool: which rows share room. "store": those of all layers. "expert": those of one
+            cell, C slots for each (source, expert).
         policy: which rows keep a slot when more ask than fit: "probs" (the most probable) or
             "position" (the first tokens); see `padded_dispatch.routing.select`.
         num_ranks: ranks in the expert-parallel group (R).
@@ -93,7 +93,7 @@ class DispatchConfig:
 
     Raises:
         ValueError: names the field, its value and what to change. `capacity`, `rows` and
-            `wire_slots` raise for T = 0, the first two for `FIT`.
+            `wire_slots` raise it for T = 0; `capacity` and `rows` also raise it for `FIT`.
     """
 
     num_experts: int
@@ -142,7 +142,7 @@ class DispatchConfig:
 
     @property
     def fits(self) -> bool:
-        """True if the sizes of a pass follow from its routing: they are not known before."""
+        """True if each pass sizes its buffers to its routing (`FIT`)."""
         return self.capacity_factor == FIT
 
     @property
@@ -172,7 +172,7 @@ class DispatchConfig:
         return self.aligned(max(1, math.ceil(min(num_tokens, wanted))))
 
     def aligned(self, num_slots: int) -> int:
-        """Return the least C of at least `num_slots` with `S * C % alignment == 0`."""
+        """Return the least C >= `num_slots` with `S * C % alignment == 0`."""
         step = self.alignment // math.gcd(self.alignment, self.num_sources)
         return -(-num_slots // step) * step
 
@@ -181,7 +181,7 @@ class DispatchConfig:
         return self.etp_size * num_tokens * self.top_k
 
     def most_rows(self, num_tokens: int, num_slots: int | None = None) -> int:
-        """Return the most rows of a rank's experts in a pass; P = `num_slots`, or T without it."""
+        """Return the most rows that a rank can get in a pass; P is `num_slots`, by default T."""
         arriving = self.num_sources * (num_slots or num_tokens)
         most = arriving * min(self.top_k, self.num_local_experts)
         if self.capacity_pool == "store" or self.fits:
@@ -189,14 +189,17 @@ class DispatchConfig:
         return min(most, self.num_sources * self.num_local_experts * self.capacity(num_tokens))
 
     def store_rows(self, num_tokens: int, num_layers: int) -> int:
-        """Return the rows of a store of such layers (M): at least a layer's, or five shares."""
+        """Return the rows of a store for `num_layers` layers of this config (M).
+
+        M is at least the most rows of one layer; except with `NO_DROP`, five shares are enough.
+        """
         least = self.most_rows(num_tokens)
         if self.capacity_factor != NO_DROP:
             least = min(least, 5 * self.share(num_tokens))
         return max(num_layers * self.rows(num_tokens), least)
 
     def rows(self, num_tokens: int) -> int:
-        """Return the rows for which one rank has room, of a pass; a store adds them up.
+        """Return the rows of a pass for which a rank has room; a store has the sum over layers.
 
         Example: T=4096, K=8, E=128, R=8, factor 1.25 gives 40,960 rows, in a store and in cells.
         """
@@ -210,8 +213,8 @@ class DispatchConfig:
     def wire_slots(self, num_tokens: int) -> int:
         """Return the tokens that a source can send to one rank over collectives (P).
 
-        It is T where nothing may be dropped, otherwise at most as many as cells have slots: with a
-        store those of factor 1.25 at least, since a smaller one only saves memory there.
+        P is the slots of L cells, at most T; with `NO_DROP` and `FIT` it is T. With a store the
+        factor for P is at least 1.25, since a smaller one only saves memory of the store.
         """
         require_tokens(num_tokens)
         if self.fits:
@@ -229,14 +232,14 @@ class DispatchConfig:
 
 
 def row_bytes(fc1_width: float, element_size: int) -> float:
-    """Return the bytes that a row of a store has: fc1's result, its probability and its home."""
+    """Return the bytes of a row in a store: fc1's result, its probability and its home address."""
     return fc1_width * element_size + 12
 
 
 def kept_tokens(num_sources: int, num_tokens: int, num_slots: int, *, direct: bool) -> int:
     """Return how many tokens a pass of T tokens and P slots keeps until backward.
 
-    Direct stores keep those of the other ranks, collectives all that arrived; one source none.
+    Direct stores keep the slots of other ranks, collectives those of all; one source keeps none.
     """
     if direct:
         return (num_sources - 1) * max(num_tokens, num_slots)

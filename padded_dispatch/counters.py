@@ -1,14 +1,15 @@
-"""Counters on the device, what was asked for, kept and lost, and their figures on the host.
+"""Counters on the device of the rows asked for, kept and lost, and figures of them on the host.
 
-Counters are added to in place, so a replayed graph counts too; the host reads them only when a
-report asks. Totals only grow (and wrap around). A reader takes the difference from what it read
-before, so nothing has to be zeroed while graphs run. Every count is a whole number, so no sum
-depends on an order. Counting is one launch on a GPU.
+Counting changes tensors in place, so a replayed graph counts, too. The host reads the counters only
+for a report. Totals only grow (and wrap around): a reader subtracts what it read before, so nothing
+has to be zeroed while graphs run. All counts are integers, so no sum depends on its order. On a GPU
+one launch counts a selection.
 
-A `Snapshot` holds counts of some time as plain NumPy. Rates are ratios of sums, not means of means.
+A `Snapshot` holds the counts of some passes as NumPy arrays. Its rates are ratios of sums, not
+means of ratios.
 
-Demand is counted at the source. Rows of cells are kept there, too; those of a store are kept, and
-counted, at the rank of their experts, so what became of a token or of probability is not known.
+The source counts demand. With cells it also decides and counts which rows are kept. With a store
+the rank of the experts does, so the counters cannot show which tokens lost rows.
 
 Letters: Y layers, W numbers in `totals`.
 """
@@ -29,12 +30,12 @@ from padded_dispatch.routing.select import Selection
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# Figures that are the largest of all layers, not of the summed layers, and their least values.
+# Figures for which `Snapshot.figures` returns the largest of the layers, and their least values.
 _LARGEST = {"expert_overload": 1.0, "rank_overload": 1.0, "needed_factor": 0.0}
 
 
 class RoutingObserver(Protocol):
-    """Receiver of every selection that is counted."""
+    """An observer of routing, called with the map and the selection of each pass of a layer."""
 
     def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
         """Receive one pass of one layer on one rank.
@@ -45,38 +46,40 @@ class RoutingObserver(Protocol):
         Args:
             asked_TE: bool [T, E], what the router asked for, without padding tokens.
             probs_TE: floating point [T, E], the router's probabilities before selection.
-            selection: what was kept of it; in a store its rows may still find no room.
+            selection: with cells, the rows that have a slot; with a store, all rows.
         """
 
 
 class Counters:
-    """Counts of one layer on one rank since it was made; int64 tensors on the device.
+    """Counts of one layer on one rank since their creation; int64 tensors on the device.
 
     Args:
-        config: its number of experts and of ranks and its `capacity_pool` are read.
+        config: of the layer; its capacity factor is not read.
         device: device of the tensors.
-        rank: of this process in the expert-parallel group.
+        rank: number of this rank in the expert-parallel group.
 
     All sums are views of `totals`, which a reader copies as one. Capturing a CUDA graph also counts
     its warm-up passes, whose inputs mean nothing; the caller that captures must restore the totals.
 
     Attributes:
-        demand_E: rows asked for.
-        kept_E: rows that have a place: of this source in cells, of all sources in a store.
-        kept_L: those of this rank's experts, a view.
-        lost_tokens: tokens that asked for experts, and got no slot of a cell.
+        demand_E: rows that this source asked for.
+        kept_E: with cells, rows of this source that have a slot; with a store, rows of all sources
+            that have room, counted for this rank's experts only.
+        kept_L: the part of `kept_E` for this rank's experts, a view.
+        lost_tokens: tokens that asked for experts and got no slot of any cell.
         num_positions: T per pass, padding tokens included.
         num_passes: passes.
         num_slots: slots of cells offered, E * C per pass.
         num_unplaced: rows of a token beyond K, which have no place in the plan. Must be zero.
         idle_passes: passes in which this rank's experts received no row.
-        struck: rows that found no slot on the wire.
+        struck: rows whose token found no slot on the wire: see `exchange.collectives`.
         num_again: rows of a store that were overwritten; backward computes at least as many again.
-        max_need: the largest need of one pass since it was last zeroed; the only number that is no
-            sum. Cells: demand for one expert. A store: rows that would have held all, of this pass
-            and of what shares the store with it; where rows were struck, at least.
+        max_need: the largest need of one pass since it was last zeroed; the only value that is not
+            a sum. With cells: demand for one expert. With a store: the rows that would have held
+            this pass and those before it in the store; a lower bound if rows were struck.
         totals: `demand_E`, `kept_E`, then `SCALARS`.
-        of_receiver: what the layout of a pass counts, by the names that `kernels.layout` has.
+        of_receiver: the counters that the receiver changes, by their argument names in
+            `kernels.layout.lay_out`.
     """
 
     demand_E: Tensor
@@ -128,11 +131,11 @@ class Counters:
 
     @torch.no_grad()
     def count_struck(self, num_rows: Tensor, num_asked: Tensor, shares_per_token: int) -> None:
-        """Count rows without a slot on the wire, and the least rows of a store with slots for all.
+        """Count struck rows, and raise `max_need` to the rows of a store that would strike none.
 
-        With C slots of a cell a source has L * C for a rank, and the store `C * E / K` for each
-        share of a token. Struck rows may need more: no rank of theirs has counted them. Numbers are
-        those of `exchange.collectives.Struck`, shares the store's rows in balance for each token.
+        P is L * C, so `num_asked` tokens for one rank need C = ceil(num_asked / L). With the factor
+        of this C a store has C * E / K * `shares_per_token` rows; `shares_per_token` is its rows in
+        perfect balance for T = 1. The other arguments are those of `exchange.collectives.Struck`.
 
         Example: E = 8, L = 4, K = 2, one layer: 10 tokens for a rank ask for C = 3, 24 rows.
         """
@@ -147,7 +150,7 @@ class Counters:
 
 
 def counts_in(totals: Any) -> dict[str, Any]:
-    """Return the parts of `Counters.totals` by name, as views; also of rows of them, [..., W]."""
+    """Return views of the parts of `Counters.totals`, [..., W], by name."""
     num_experts = (totals.shape[-1] - len(SCALARS)) // 2
     scalars = {name: totals[..., 2 * num_experts + i] for i, name in enumerate(SCALARS)}
     kept_E = totals[..., num_experts : 2 * num_experts]
@@ -183,18 +186,18 @@ def count_in_torch(
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Counts of several layers over a stretch of time, summed over all sources.
+    """Counts of several layers during some passes, summed over all sources.
 
-    Passes of S sources in one step are S passes. Shares and factors are float64 [Y], NaN where
-    nothing was counted.
+    A pass that S sources take part in counts as S passes. Shares and factors are float64 [Y], NaN
+    for layers without counts.
 
     Attributes:
         layers_Y: numbers of the layers.
         top_k: K.
-        totals_YW: rows of `Counters.totals`, summed; see `counts`.
+        totals_YW: `Counters.totals` of each layer, summed over sources; see `counts`.
         max_need_Y: the largest needs, see `Counters`.
-        share_rows_Y: rows of the store of each layer in perfect balance, the sum of `config.share`
-            over the layers that share it; None if rows lie in cells.
+        share_rows_Y: rows of each layer's store in perfect balance, the sum of `config.share` over
+            the layers that share the store; None with cells.
         idle_passes_YR: for each rank of the expert-parallel group, passes in which its experts
             received no row.
     """
@@ -213,16 +216,16 @@ class Snapshot:
 
     @property
     def dropped_share(self) -> Floats:
-        """Rows that found no room over rows asked for."""
+        """Rows asked for and not kept, divided by rows asked for."""
         asked_Y, kept_Y = (self.counts[name].sum(1) for name in ("demand_E", "kept_E"))
         return _ratio(asked_Y - kept_Y, asked_Y)
 
     @property
     def needed_factor(self) -> Floats:
-        """Capacity factor with which all rows would have had room, or more if rows were struck.
+        """Capacity factor with which all rows would have had room; a lower bound if any was struck.
 
-        Capacities of cells are whole numbers of rows, so up to one row less per cell would be
-        enough. If T changes from pass to pass, their factor is for the mean T.
+        C is rounded up, so with cells a factor for almost one slot less would be enough, too.
+        If T changes from pass to pass, the factor of cells is for the mean T.
         """
         if self.share_rows_Y is not None:
             return _ratio(self.max_need_Y, self.share_rows_Y)
@@ -234,7 +237,8 @@ class Snapshot:
     def figures(self) -> dict[str, float]:
         """Return one number per figure for all layers, by the names that logs use.
 
-        Overloads and needed factor are the largest of a layer. Empty if nothing was counted.
+        Overloads and the needed factor are the largest of all layers; the other figures are of the
+        summed counts. Empty if nothing was counted.
         """
         if not self.counts["num_passes"].any():
             return {}
@@ -255,18 +259,18 @@ class Snapshot:
         """Return the figures of each layer, 0 where nothing was counted.
 
         layer: its number.
-        dropped: rows that found no room over rows asked for.
+        dropped: see `dropped_share`.
         expert_overload: demand for the busiest expert over the mean: 1 is perfect balance, E / K
             the worst.
         rank_overload: demand for the experts of the busiest expert-parallel rank over the mean of
             the ranks.
-        needed_factor: as the property.
+        needed_factor: see the property.
         idle_passes, struck, unplaced: counts, see `Counters`.
 
-        Of a store also:
-        again: rows that were overwritten over rows asked for; backward computes at least as many.
+        With a store also:
+        again: overwritten rows, divided by rows asked for; backward recomputes at least as many.
 
-        Of cells also:
+        With cells also:
         lost_tokens: a count, see `Counters`.
         fill: kept rows per slot.
         """

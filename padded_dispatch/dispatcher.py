@@ -1,11 +1,12 @@
-"""The dispatcher: the order of the steps between a router and its tokens' sums.
+"""The dispatcher: the steps from a router's output to the sum of each token's expert outputs.
 
-    run        select -> plan -> open -> our packed experts -> sums home
-    dispatch   select -> plan -> open -> padded cells, for experts of others
-    combine    sums home
+    run        select -> strike -> plan -> send tokens -> packed experts -> return and sum
+    dispatch   select -> strike -> plan -> send tokens -> padded cells, for any other experts
+    combine    return and sum
 
-`run` keeps the rows of all layers in one store; `dispatch` gives each expert C rows of each source.
-Rows are cut to cells at the source where `capacity_pool` is "expert", else by the store's rule.
+`run` keeps its rows in a store that all layers share; `dispatch` returns cells. `select` drops rows
+beyond the C slots of a cell, if `capacity_pool` is "expert". `strike` drops tokens beyond the P
+slots that collectives have for one rank. The receiver drops rows that have no room in a store.
 
 `combine` does not apply routing weights; the experts must scale their output by `probs_N`. So
 dispatch and combine are each other's transpose.
@@ -38,7 +39,7 @@ class Dispatched:
     Attributes:
         expert_input: rows and probabilities for this rank's experts.
         selection: which rows kept a slot.
-        sent: for `combine`.
+        sent: what `combine` needs.
     """
 
     expert_input: ExpertInput
@@ -47,25 +48,26 @@ class Dispatched:
 
 
 class PaddedDispatcher:
-    """Sends every token to its experts and brings the sum of their outputs back, in static shapes.
+    """The dispatcher of one layer: send tokens to their experts, return the sums of their outputs.
 
-    Creating one is a collective call of both groups' members.
+    Creating one is a collective call on both groups.
 
     Args:
         config: its `num_ranks` and `etp_size` must be the groups' sizes.
         group: the expert-parallel process group; None for a single rank.
-        etp_group: the group whose ranks split every expert's ffn; None where none do.
-        exchange: "alltoall", any backend's; "direct", stores between the GPUs of one host, which
-            `run` can use; or "auto", direct where it can work: see `exchange.choose`.
-        store: rows of all layers of a model, whose dispatchers are made in the order of a pass.
-            None is a store of this layer alone.
+        etp_group: the group whose ranks split every expert's ffn; None if experts are not split.
+        exchange: "alltoall" uses collectives of any backend. "direct" stores into the memory of
+            other GPUs of the host, and serves `run` only. "auto" uses direct stores where they can
+            work: see `exchange.choose`.
+        store: the store that all layers of a model share; create their dispatchers in the order in
+            which a pass runs the layers. None creates a store for this layer alone.
 
     Attributes:
-        config: its capacity factor may be changed between passes, alike on all ranks.
+        config: may be replaced between passes, on all ranks alike, to change the capacity factor.
         store: where `run` keeps rows for backward.
 
     Raises:
-        ValueError: on all ranks, when they differ in an argument or one cannot work.
+        ValueError: if `exchange` or a size differs between ranks (on all ranks) or is invalid.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class PaddedDispatcher:
     ) -> Tensor:
         """Compute the experts of every token: `sum of prob * (fc2(f(fc1(token))) + bias)`, [T, D].
 
-        Passes without gradients, and those that backward computes again, keep no rows.
+        Passes without gradients, and recomputation inside of backward, keep no rows in the store.
 
         Args:
             tokens_TD: floating point [T, D], T the same on every rank; bf16 on CUDA devices.
@@ -112,8 +114,8 @@ class PaddedDispatcher:
             activation: between fc1 and fc2.
 
         Raises:
-            ValueError: the same on all ranks, when their shapes or rules differ or T is 0.
-            AbsentRanksError: on all ranks that wait, when one does not come.
+            ValueError: the same on all ranks, if shapes or rules differ between ranks or T is 0.
+            AbsentRanksError: on all waiting ranks, if another rank does not make this call.
         """
         _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, weights, activation)
         take_room = room_of_pass(self.config, len(tokens_TD), self.store, [self._number])
@@ -121,7 +123,7 @@ class PaddedDispatcher:
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
 
     def dispatch(self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor) -> Dispatched:
-        """Send rows to experts that read padded cells; the arguments and errors are those of `run`.
+        """Send tokens to their experts, as rows of padded cells; arguments and errors as in `run`.
 
         Tokens may be of any floating point dtype on any device.
         """
@@ -144,8 +146,8 @@ class PaddedDispatcher:
         weights: ExpertWeights | None = None,
         activation: Activation | None = None,
     ) -> tuple[Selection, Tensor, Wire]:
-        """Return what a pass keeps at the source, its choices' probabilities, and its exchange."""
-        config, packed = self.config, weights is not None  # Others read padded cells.
+        """Check and plan a pass; return its selection, its choices' probabilities and its wire."""
+        config, packed = self.config, weights is not None  # Without weights: padded cells.
         given = {"probs_TE": probs_TE, "map_TE": map_TE} | (vars(weights) if weights else {})
         given = {name: one for name, one in given.items() if isinstance(one, Tensor)}
         shapes = {name: tuple(one.shape) for name, one in given.items()}

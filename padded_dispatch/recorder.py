@@ -8,10 +8,11 @@
         train()
         recorder.step(step)
 
-Every forward pass of a layer writes its choices to memory of fixed size on the device; the writes
-are captured with the router. After every n-th step they are copied to pinned memory, in stream
-order and so before the next step changes them. The host takes them one step later. The size of the
-recording is known before it starts; n is raised where it would be too large.
+Every forward pass of a layer writes its choices to a buffer of fixed size on the device; a CUDA
+graph that captures the router captures these writes, too. After every n-th step the recorder copies
+the buffers to pinned memory, in stream order, so before the next step changes them. One step later
+the host writes the copies to the file. The size of the file is known before the recording starts;
+`steps_apart` raises n if it would be too large.
 
 Letters: M micro-batches of a step; T tokens; K experts per token; E experts.
 """
@@ -39,9 +40,9 @@ class RoutingBuffer:
     """The choices of one layer's router in its last M micro-batches, in order: a `RoutingObserver`.
 
     Args:
-        run: its tokens are those of a micro-batch on this rank (T).
-        num_microbatches: of a step (M).
-        device: of the layer.
+        run: its `num_tokens` is T of a micro-batch on this rank.
+        num_microbatches: micro-batches of a step (M).
+        device: device of the layer.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class RoutingBuffer:
 
     @torch.no_grad()
     def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
-        """Append one micro-batch and discard the first: see `RoutingObserver`.
+        """Append one micro-batch and discard the oldest: see `RoutingObserver`.
 
-        One of another size is recorded as padding: the factor that it needs is relative to its T.
+        A micro-batch with another T is recorded as padding tokens, since the factor that it needs
+        is relative to its own T.
         """
         require(
             probs_TE.dtype != torch.float64,
@@ -71,8 +73,8 @@ class RoutingBuffer:
             asked_TE, probs_TE = (t.new_zeros(num_tokens, t.shape[1]) for t in (asked_TE, probs_TE))
         expert_TK = make_plan(asked_TE, top_k=self.ids_MTK.shape[2]).expert_TK
         probs_TK = choice_probs(probs_TE, expert_TK)
-        # Shifting needs no index, which a capture or a warm-up would leave at the wrong value. The
-        # choices that these leave are shifted out within one step.
+        # Shift, since a capture or a warm-up would leave an index at the wrong value. The choices
+        # that these passes append are shifted out within one step.
         self.ids_MTK.copy_(torch.cat((self.ids_MTK[1:], expert_TK[None].short())))
         self.probs_MTK.copy_(torch.cat((self.probs_MTK[1:], probs_TK[None])))
 
@@ -84,14 +86,14 @@ class RoutingBuffer:
 def steps_apart(
     every: int, *, steps_done: int, num_steps: int, num_records: int, num_tokens: int, top_k: int
 ) -> int:
-    """Return the steps between two recorded ones, so that a file has at most `MAX_BYTES`.
+    """Return the n for which recording every n-th step gives a file of at most `MAX_BYTES`.
 
     Args:
-        every: the least; the result is a multiple. Steps are recorded whose number it divides.
-        steps_done: before the recording.
-        num_steps: at the end of the run.
-        num_records: of a step and rank; alike on all ranks, which so record the same steps.
-        num_tokens: of a record (T).
+        every: the least n; the result is a multiple of it.
+        steps_done: steps before the recording.
+        num_steps: steps at the end of the run.
+        num_records: records of one rank in a step; equal on all ranks, so that n is, too.
+        num_tokens: tokens of a record (T).
         top_k: most experts of a token (K).
 
     Raises:
@@ -107,11 +109,11 @@ class TraceRecorder:
     """A recorder that writes the choices of this rank's layers to one file.
 
     Args:
-        path: of the file, which the first recorded step creates; an existing one is replaced.
-        run: what the trace says of it.
-        buffers: of the layers, by number. All have one shape.
-        rank: this one among all sources.
-        every: steps between two records of a layer; see `steps_apart`.
+        path: path of the file, which the first recorded step creates; an existing one is replaced.
+        run: sizes and settings that the file holds.
+        buffers: the buffer of each layer, by the layer's number. All have one shape.
+        rank: number of this rank among all sources.
+        every: the step is recorded if its number is a multiple of this; see `steps_apart`.
     """
 
     def __init__(
@@ -134,10 +136,10 @@ class TraceRecorder:
             for buffer in buffers.values()
         ]
         self._arrived = torch.cuda.Event() if pinned else None
-        self._pending: int | None = None  # the step of the copies
+        self._pending: int | None = None  # the step in the copies, if it is not yet in the file
 
     def step(self, number: int) -> None:
-        """Record a training step; call it after each step, on its stream."""
+        """Copy the buffers if the step is recorded; call it after each step, on its stream."""
         self._take()
         if number % self.every == 0:
             for copies, buffer in zip(self._copies, self._buffers.values(), strict=True):

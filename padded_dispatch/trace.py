@@ -5,13 +5,13 @@ with several micro-batches has several records of a (layer, rank), in their orde
 ids are in ascending order, then -1.
 
 A file is a sequence of NumPy arrays, one for each recorded step, each written by `np.save`. An
-array's elements are records of fixed size: `step layer rank`, `_IN_RECORD`, `probs ids`.
-Reading unpickles nothing. A last array that a killed process left incomplete is skipped.
+array's elements are records of fixed size, with the fields `step layer rank`, `_IN_RECORD`, `probs
+ids`. Reading unpickles nothing. A last array that a killed process left incomplete is skipped.
 
-A recording is several files, `rank-RANK-step-STEP.npy`, where STEP steps were done before. A
-resumed run writes new files, and `load_traces` takes from each file only the steps before the next
-file begins. The ranks of a killed run stop a step or two apart; `load_traces` leaves out such an
-end as well. Where a rank lacks more than that, its records are missing, and `recommend` reports it.
+A recording is several files, `rank-RANK-step-STEP.npy`; STEP steps were done before the file. A
+resumed run writes new files. `load_traces` takes a file's steps only up to the STEP of the next
+file. The ranks of a killed run stop a step or two apart; `load_traces` leaves out the steps that
+not all ranks recorded. If a rank lacks more steps, `recommend` reports its records as missing.
 
 Letters: N records; T tokens of a record, padding included; K experts per token; E experts;
 R source ranks in an expert-parallel group.
@@ -34,7 +34,7 @@ from padded_dispatch.config import CapacityPool, Policy, require
 MAX_EXPERTS = 2**15 - 1  # ids are int16
 HEADER_BYTES = 512  # of a step in a file, at most
 _ARRAYS = "steps", "layers", "ranks", "ids_NTK", "probs_NTK"
-_NUMBERED = {  # Settings that a file has as a number: their place here.
+_NUMBERED = {  # Settings that a file stores as the index of their value here.
     "capacity_pool": (None, "expert", "store"),
     "strikes": (None, "probs", "position"),
 }
@@ -42,19 +42,19 @@ _NUMBERED = {  # Settings that a file has as a number: their place here.
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRun:
-    """Sizes and settings of a traced run, alike in all records.
+    """Sizes and settings of a traced run, the same in all records.
 
     Args:
         num_tokens: tokens of a record, padding included (T).
         top_k: most experts of a token (K).
         num_experts: experts in all (E).
-        num_ranks: R; ranks 0 to R - 1 are one group, R to 2R - 1 the next.
+        num_ranks: R; source ranks 0 to R - 1 are one group, R to 2R - 1 the next.
         hidden_size: width of a row (D).
-        fc1_width: of fc1's result for a row, of a whole expert: 2F where it is gated, else F.
-        capacity_pool: None if it is not known.
+        fc1_width: columns of fc1's result, for an unsplit expert: 2F if it is gated, else F.
+        capacity_pool: None if unknown.
         etp_size: ranks that split every expert between them; each of them is a source.
-        strikes: which tokens collectives dropped where a rank got too many, a
-            `moe_token_drop_policy`; None over direct stores, which drop none.
+        strikes: the `moe_token_drop_policy` by which collectives drop tokens beyond P of one rank;
+            None over direct stores, which drop no tokens.
 
     Raises:
         ValueError: for a size out of range.
@@ -79,7 +79,7 @@ class TracedRun:
         require(etp >= 1 and self.num_ranks % etp == 0, "etp_size", etp, rule)
 
 
-# What each record of a file says of the run, in this order; T and K are the shape of its ids.
+# The fields of the run in each record of a file, in this order; the shape of ids gives T and K.
 _IN_RECORD = tuple(f.name for f in fields(TracedRun) if f.name not in ("num_tokens", "top_k"))
 
 
@@ -90,8 +90,8 @@ class Trace:
     Args:
         run: sizes and settings of the run.
         steps: int64 [N], the training step of each record.
-        layers: int32 [N], the number of its MoE layer.
-        ranks: int32 [N], its source rank.
+        layers: int32 [N], the number of the MoE layer of each record.
+        ranks: int32 [N], the source rank of each record.
         ids_NTK: int16, experts in ascending order, then -1: for a padding token, and for a token
             with fewer than K experts.
         probs_NTK: float32, the probabilities of these experts, 0 where the id is -1.
@@ -119,7 +119,7 @@ class Trace:
 
     @property
     def microbatches(self) -> NDArray[np.int64]:
-        """Micro-batch of each record: its place among those of its (step, layer, rank), [N]."""
+        """Micro-batch of each record, [N]: its index among those of its (step, layer, rank)."""
         keys = np.stack([self.steps, self.layers, self.ranks])
         series = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
         order = np.argsort(series, kind="stable")
@@ -129,17 +129,17 @@ class Trace:
         return places
 
     def where(self, chosen: NDArray[np.bool_ | np.int64]) -> "Trace":
-        """Return the records for which `chosen` is True, in their order, or those that it lists."""
+        """Return the records that `chosen` selects, as a mask or as a list of indices."""
         return replace(self, **{name: getattr(self, name)[chosen] for name in _ARRAYS})
 
 
 def merge(parts: Mapping[Any, Trace]) -> Trace:
-    """Merge traces by name, such as one per rank, into one; there is at least one.
+    """Merge at least one trace, such as one per rank, into one; `parts` has their names for errors.
 
-    Its records are ordered by step, micro-batch, layer and rank.
+    The records of the result are ordered by step, micro-batch, layer and rank.
 
     Raises:
-        ValueError: the parts differ in a size, or hold the same (step, layer, rank) twice.
+        ValueError: the parts have different runs, or two hold the same (step, layer, rank).
     """
     first_name, first = next(iter(parts.items()))
     for name, part in parts.items():
@@ -167,19 +167,19 @@ def load_traces(paths: Sequence[Path]) -> Trace:
     """Read a recording of several files, such as one per rank, and merge them.
 
     Args:
-        paths: files, and folders whose `*.npy` files are taken. Steps that a resumed run did again
-            are taken once, and last steps of a run that a layer or rank of it lacks are left out.
+        paths: files, and folders whose `*.npy` files are read. Steps that a resumed run repeated
+            are taken once. The last steps of a run that a layer or rank lacks are left out.
 
     Raises:
-        ValueError: names the file, what is wrong in it, and what to do; or there is no trace.
+        ValueError: names the file, what is wrong in it, and what to do; or no file has a step.
         OSError: a file cannot be read.
     """
     files = [
         file for path in paths for file in (sorted(path.glob("*.npy")) if path.is_dir() else [path])
     ]
     begun = {file: step for file in files if (step := steps_before(file)) is not None}
-    # The later files of any rank end a run: a rank killed before its first step has none, and
-    # neither has the disk of a host that left the run.
+    # The steps of a file end where a later file of any rank begins. The same rank may have none: it
+    # was killed before its first step, or its next file is on the disk of a host that left the run.
     starts = sorted({*begun.values()})
     ends: dict[int | None, int] = dict(pairwise(starts))
     traces: dict[Path, Trace] = {}
@@ -202,15 +202,15 @@ def load_traces(paths: Sequence[Path]) -> Trace:
 
 
 def steps_before(file: Path) -> int | None:
-    """Return the steps that were done before a file of a recording; None for another name."""
+    """Return the STEP in the name of a recording's file; None for another name."""
     _, _, step = file.stem.partition("-step-")
     return int(step) if step.isdecimal() else None
 
 
 def _last_common_step(trace: Trace, of_run: NDArray[np.bool_]) -> int:
-    """Return the earliest of the last steps of every (layer, rank) of a run.
+    """Return the last step that every (layer, rank) of a run has recorded.
 
-    Those that stopped more than two steps before the run did are missing, and do not count.
+    Ignore a (layer, rank) that stopped more than two recorded steps before the end of the run.
     """
     steps, keys = trace.steps[of_run], np.stack([trace.layers, trace.ranks])[:, of_run]
     _, series = np.unique(keys, axis=1, return_inverse=True)
@@ -220,12 +220,12 @@ def _last_common_step(trace: Trace, of_run: NDArray[np.bool_]) -> int:
 
 
 def record_bytes(num_tokens: int, top_k: int) -> int:
-    """Return the bytes of one record in a file, but for the step's header."""
+    """Return the bytes of one record in a file; the header of a step comes on top."""
     return _record_dtype(num_tokens, top_k).itemsize
 
 
 def append(part: Trace, file: BinaryIO) -> None:
-    """Append records to a file that was opened for binary writing; others can read them at once."""
+    """Append records to a file that was opened for binary writing, and flush it for readers."""
     records = np.empty(len(part.steps), _record_dtype(part.run.num_tokens, part.run.top_k))
     records["step"], records["layer"], records["rank"] = part.steps, part.layers, part.ranks
     for name in _IN_RECORD:
