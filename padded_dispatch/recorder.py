@@ -113,7 +113,7 @@ class TraceRecorder:
         run: sizes and settings that the file holds.
         buffers: the buffer of each layer, by the layer's number. All have one shape.
         rank: number of this rank among all sources.
-        every: the step is recorded if its number is a multiple of this; see `steps_apart`.
+        every: steps whose number is a multiple of this are recorded; see `steps_apart`.
     """
 
     def __init__(

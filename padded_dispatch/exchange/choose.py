@@ -1,9 +1,9 @@
 """Choose a layer's exchange.
 
-The choice depends on settings and on the machine, never on the routing, so it stays. It is the same
-on all ranks. `"auto"` takes direct stores if the layer has packed experts, no expert is split, and
-all ranks have GPUs of one host that reach each other over NVLink. Else it takes collectives, which
-move nothing if there is one rank.
+The choice depends on settings and on the machine, never on the routing, so a layer keeps it. It is
+the same on all ranks. `"auto"` takes direct stores if the layer has packed experts, no expert is
+split, and all ranks have GPUs of one host that reach each other over NVLink. Else it takes
+collectives, which move nothing if there is one rank.
 """
 
 import torch

@@ -78,7 +78,7 @@ class Mirror:
         self.ranks = sorted(self._hosts)
         # Not `dist.new_group`. It either needs every rank of the world, or (with
         # use_local_synchronization) names the group by the number of groups in this process: ranks
-        # of one group that are members of different numbers of others would wait for each other.
+        # that are members of different numbers of groups would wait under different names.
         self._store = PrefixStore(name, _store())
         place = self.ranks.index(self._me)
         limit = timedelta(seconds=limit_s)
