@@ -1,11 +1,12 @@
 """The padded dispatcher in Megatron-Core 0.16.1 to 0.20.
 
-Two ways in. `install()` makes `moe_token_dispatcher_type="padded_alltoall"` work everywhere.
-`padded_spec(spec)` puts `PaddedMoELayer` into a layer spec and patches nothing, except that a
-config with CUDA graphs, or with the combined schedule, installs its guard.
+There are two ways to use it. `install()` makes `moe_token_dispatcher_type="padded_alltoall"` work
+everywhere. `padded_spec(spec)` puts `PaddedMoELayer` into a layer spec. It patches nothing in
+Megatron-Core, unless the config asks for CUDA graphs or for the combined schedule
+(`overlap_moe_expert_parallel_comm`): then it installs `graphs.guard`.
 
-A name below is imported when it is first used, and with it Megatron. Command lines read
-`padded_dispatch.megatron.options` alone, which takes neither Megatron nor torch.
+Each name below is imported at its first use, and Megatron with it. Command lines import
+`padded_dispatch.megatron.options` alone, which needs neither Megatron nor torch.
 """
 
 import importlib

@@ -1,19 +1,19 @@
 """Megatron-Bridge: Hugging Face weights and adapters of stacked experts; options in saved configs.
 
 Weights. Bridge lists a model's parameters, looks each name up in a table, and copies its values.
-The tables know TEGroupedMLP's names, one weight per expert. So while Bridge lists parameters, each
+The tables have TEGroupedMLP's names, one weight per expert. So while Bridge lists parameters, each
 stacked linear shows the parts of single experts under these names. A part shares memory with the
-parameter, so loading and exporting are exact. How tensor parallelism splits a weight Bridge decides
-by the name of a module's class: our router keeps its base's name, and a stacked linear has the
-attribute that Bridge reads for other classes.
+parameter, so loading and exporting are exact. Bridge decides by the name of a module's class how
+tensor parallelism splits the module's weight. So the class of our router keeps the name of its base
+class. A stacked linear has the attributes that Bridge reads for classes without a rule.
 
 Saved configs. Bridge and Megatron-LM save a config field by field as YAML. `padded_dispatch` cannot
-be a field (every stock config would have a key that no `TransformerConfig(**...)` takes), nor can
-YAML name the class `PaddedOptions`. So the saved config of a model with padded layers gets a key
-more, `padded_options`, with plain values. Loading drops it; the options come back with
-`install(PaddedOptions(**saved["model"]["padded_options"]))`.
+be a field, because every stock config would have a key that `TransformerConfig(**...)` does not
+take; and YAML cannot name the class `PaddedOptions`. So the saved config of a model with padded
+layers gets one more key, `padded_options`, with plain values. Loading drops the key. To restore the
+options, call `install(PaddedOptions(**saved["model"]["padded_options"]))`.
 
-Read in Megatron-Bridge 0.3.1 and its head of November 2026 (0.7.0), and in Megatron-LM 0.19.
+Based on the sources of Megatron-Bridge 0.3.1 and 0.7.0 (November 2026), and of Megatron-LM 0.19.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ _LISTING = "build_conversion_tasks", "_megatron_global_adapters_info_all_pp_rank
 
 KEY = "padded_options"
 
-# Modules and classes whose class method converts a value of a run config to what YAML can hold: up
-# to 0.3.1 Bridge has its own.
+# Module and name of the classes whose class method `_CONVERT` turns a value of a run config into
+# what YAML can hold. Up to 0.3.1 Bridge has such a class of its own.
 _CONTAINERS = (
     ("megatron.bridge.training.utils.config_utils", "_ConfigContainerBase"),
     ("megatron.training.config.container", "ConfigContainerBase"),
@@ -47,9 +47,9 @@ _CONVERT = "_convert_value_to_dict"
 
 
 def show_single_experts() -> None:
-    """Let Bridge see single experts in stacked parameters, if Bridge is imported.
+    """Let Bridge see single experts in stacked parameters, if Bridge has been imported.
 
-    It is called when a layer is built. Models without stacked experts are converted as before.
+    `layer.build` calls it. Models without stacked experts are converted as before.
     """
     if "megatron.bridge" not in sys.modules:
         return
@@ -89,9 +89,9 @@ def _showing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_options() -> None:
-    """Let saved run configs hold the options, if the code that saves them is imported.
+    """Add the options to saved run configs, if the code that saves them has been imported.
 
-    It is called whenever a config with our dispatcher is made, and changes each class once.
+    It is called whenever a config with our dispatcher is made, and wraps each class once.
     """
     for module, name in _CONTAINERS:
         container = getattr(sys.modules.get(module), name, None)
@@ -104,7 +104,7 @@ def _keeping(convert: Callable[..., Any]) -> Callable[..., Any]:
     def keeping(cls: Any, value: Any) -> Any:
         converted = convert(cls, value)
         _add_options(converted, value)
-        # A model's config may hold Megatron's under this name and convert it by itself.
+        # A model config of Bridge may hold Megatron's as `transformer`, and convert it by itself.
         if isinstance(converted, dict) and hasattr(value, "transformer"):
             _add_options(converted.get("transformer"), value.transformer)
         return converted
@@ -113,6 +113,6 @@ def _keeping(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _add_options(converted: Any, value: Any) -> None:
-    """Add the options of `value` to what it was converted to, if it is a config with options."""
+    """Add the options of `value` to `converted`, if `value` is a config with padded layers."""
     if isinstance(converted, dict) and not isinstance(value, dict) and is_ours(value):
         converted[KEY] = dataclasses.asdict(padded_options(value))

@@ -1,9 +1,9 @@
-"""Which layers of a model share a store of rows.
+"""Decide which layers of a model share a store of rows: those of one model chunk.
 
-Layers join in the order in which a model is built and run: those of one chunk, which is what a
-pipeline stage runs of a micro-batch at a time. So a new store begins with another config, other
-ranks, another virtual stage, or a number that does not rise, as in another model. The layers keep
-it alive.
+A chunk is the part of the model that a pipeline stage runs at a time for a micro-batch. Layers join
+in the order in which the model is built, which is also the order in which they run. A layer begins
+a new chunk, with a store, if its config, its expert-parallel group or its virtual stage differs
+from that of the layer before, or if its number is not larger, as in another model.
 """
 
 import re
@@ -20,7 +20,7 @@ from padded_dispatch.experts.store import Store
 
 @dataclass(kw_only=True, eq=False)
 class Chunk:
-    """Layers that share a store; `number` and `num_calls` grow as layers join."""
+    """Layers that share a store; `number` is the last one's, `num_calls` counts all their calls."""
 
     config: Any
     key: tuple[object, ...]
@@ -29,7 +29,7 @@ class Chunk:
     num_calls: int = 0
 
 
-# Where the next layer may join.
+# The chunk that the next layer may join.
 _last: weakref.ref[Chunk] | None = None
 
 
@@ -52,13 +52,14 @@ def join(
         name: see `SelectAfterCounting.layer_name`.
 
     Returns:
-        The chunk, and the numbers of the layer's calls in the store: several if it is repeated for
-        multi-token prediction, or takes a sequence in parts; none if backward always runs it again.
+        The chunk, and the numbers in the store of the layer's calls, its runs in one forward pass
+        of the chunk. It has several if multi-token prediction repeats it, or if it takes a sequence
+        in parts. It has none if backward always recomputes it.
     """
     global _last
     stage, index = _place(config, number, pipeline, name)
     chunk = None if _last is None else _last()
-    if stage is None and chunk is not None:  # Multi-token prediction follows in the last stage.
+    if stage is None and chunk is not None:  # A hybrid stack's multi-token prediction.
         stage = chunk.key[1]
     key = group, stage
     if chunk is None or chunk.config is not config or chunk.key != key or number <= chunk.number:
@@ -70,8 +71,11 @@ def join(
 
 
 def _place(config: Any, number: int, pipeline: Any, name: str) -> tuple[int | None, int]:
-    """Return a number of a layer's virtual stage, and how many layers of it come before."""
-    if place := re.search(r"\.layers\.(\d+)\.mlp$", name):  # In a hybrid stack: a part of a stage.
+    """Return a number that identifies a layer's virtual stage, and the layer's index in the stage.
+
+    None for a hybrid stack's multi-token prediction; `join` takes the stage of the layer before.
+    """
+    if place := re.search(r"\.layers\.(\d+)\.mlp$", name):  # A layer of a hybrid stack.
         index = int(place[1])
         return number - index if number <= config.num_layers else None, index
     virtual = config.virtual_pipeline_model_parallel_size
@@ -84,19 +88,19 @@ def _place(config: Any, number: int, pipeline: Any, name: str) -> tuple[int | No
     numbers = range(virtual) if virtual else [None]
     offsets = [get_transformer_layer_offset(config, stage, rank) for stage in numbers]
     before = [offset for offset in offsets if offset < number]
-    # A stack of a pattern may have other layers here than the offsets say.
+    # In a stack with a pattern of layers, no offset need be below the layer's number.
     return max(len(before) - 1, 0), number - 1 - max(before, default=0)
 
 
 def _repeats(config: Any, number: int) -> int:
-    """Return how often a pass runs a layer."""
+    """Return how many times a forward pass of the chunk runs a layer."""
     parts = getattr(config, "mlp_chunks_for_training", None) or 1
     again = number > config.num_layers and getattr(config, "mtp_use_repeated_layer", False)
     return parts * (config.mtp_num_layers if again else 1)
 
 
 def _is_recomputed(config: Any, index: int) -> bool:
-    """Return whether backward runs a layer again, so that its pass keeps no rows."""
+    """Return whether backward always recomputes a layer, so that its forward pass keeps no rows."""
     if config.recompute_granularity == "selective":
         return "moe" in (config.recompute_modules or ())
     blocks = config.recompute_method == "block"

@@ -17,7 +17,7 @@ _IS_19 = "activation_offload_fraction" in _FIELDS
 
 
 def found(name: str) -> Any:
-    """Return what Megatron-Core has under a name, such as `utils.get_model_config`, else None."""
+    """Return the object `megatron.core.<name>`, or None if this version lacks it."""
     try:
         return pkgutil.resolve_name(f"megatron.core.{name}")
     except (ImportError, AttributeError):
@@ -33,12 +33,12 @@ FREES_GRAPH_INPUTS = not _IS_18
 # True if fused SwiGLU applies `activation_func_clamp_value`.
 FUSED_SWIGLU_CLAMPS = found("fusions.fused_bias_swiglu.clamped_swiglu") is not None
 
-# True if `local` graphs add gradients to `main_grad` themselves, but for those of parameters that
-# say `grad_added_to_main_grad`. Before, they restore that flag at a replay only where the config
-# has `gradient_accumulation_fusion`.
+# True if `local` graphs (`_CudaGraphRunner.create_bwd_graph`) add gradients to `main_grad`
+# themselves, except those of parameters whose `grad_added_to_main_grad` is set. Before 0.19 a
+# replay restores that flag, and only if the config has `gradient_accumulation_fusion`.
 LOCAL_GRAPHS_ADD_GRADIENTS = _IS_19
 
-# Beside these, what is logged: each has a dict of tensors.
+# Besides the MoE metrics, what Megatron logs: each helper has a dict of tensors, `tracker`.
 _LOGGED = (
     "transformer.multi_token_prediction.MTPLossLoggingHelper",
     "transformer.experimental_attention_variant.dsa.DSAIndexerLossLoggingHelper",
@@ -46,7 +46,7 @@ _LOGGED = (
 
 
 def layer_graphs(*scopes: str) -> dict[str, Any]:
-    """Return config fields that let Transformer Engine capture parts of every layer.
+    """Return config fields that let Transformer Engine capture `scopes`, parts of every layer.
 
     Without scopes, whole layers are captured. The field of the scopes is `cuda_graph_scope` in 0.16
     and 0.17, `cuda_graph_modules` from 0.18 on.
@@ -62,10 +62,11 @@ def graph_scopes(config: Any) -> set[str]:
 
 
 def captures_moe(config: Any) -> bool:
-    """Return whether a config names a part of MoE layers to capture, before Megatron parsed it.
+    """Return whether a config asks for graphs of a part of MoE layers, before Megatron parses it.
 
-    Before parsing, scopes are strings or enum members: one, a list of them, or one string with
-    commas; and the fields `external_cuda_graph` and `enable_cuda_graph` may ask for graphs.
+    `TransformerConfig.__post_init__` parses the scopes. Until then they are one string or enum
+    member, a list of these, or a string with commas, and the deprecated fields
+    `external_cuda_graph` and `enable_cuda_graph` may ask for graphs.
     """
     scopes = [getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")]
     asked = config.cuda_graph_impl != "none" or config.external_cuda_graph
@@ -73,7 +74,7 @@ def captures_moe(config: Any) -> bool:
 
 
 def captures(config: Any, *parts: str) -> bool:
-    """Return whether a config captures one of these parts of layers in training."""
+    """Return whether training captures one of these `parts` of layers, maybe in a larger graph."""
     if getattr(config, "cuda_graph_impl", "none") in (None, "none"):
         return False
     scopes = graph_scopes(config)
@@ -88,10 +89,7 @@ def iteration_graph() -> dict[str, Any]:
 
 
 def capturing() -> bool:
-    """Return whether a CUDA graph is being captured: by Megatron, or of a whole iteration.
-
-    The passes with which Megatron warms up for a capture count, too.
-    """
+    """Return whether the current stream captures a CUDA graph, or Megatron captures or warms up."""
     return is_capturing() or is_graph_capturing() or is_graph_warmup()
 
 
@@ -106,8 +104,8 @@ def captures_iteration(config: Any) -> bool:
 def training_stream() -> torch.cuda.Stream:
     """Return a stream to build the model and train on, so that both kinds of graph can be captured.
 
-    From 0.18 on `FullCudaGraphWrapper` captures on a stream that it creates. Work on another stream
-    would join that capture, but memory that crosses streams is not reused within a graph.
+    From 0.18 on `FullCudaGraphWrapper` captures on the stream of `get_shared_capture_stream`. Work
+    on another stream would join that capture, but a graph does not reuse memory across streams.
     """
     shared = found("full_cuda_graph.get_shared_capture_stream")
     return torch.cuda.Stream() if shared is None else shared()
@@ -137,7 +135,7 @@ def logged_tensors() -> dict[str, Tensor]:
 
 
 def put_logged_back(kept: dict[str, Tensor]) -> None:
-    """Set `logged_tensors` to copies that were made of them; those that are new since, to 0."""
+    """Set each of `logged_tensors` to its copy in `kept`, or to 0 if it is new since the copies."""
     for name, tensor in logged_tensors().items():
         tensor.copy_(kept.get(name, torch.zeros_like(tensor)))
 
@@ -145,9 +143,9 @@ def put_logged_back(kept: dict[str, Tensor]) -> None:
 def forget_moe_state() -> None:
     """Clear the state that MoE layers of earlier models left in Megatron's globals.
 
-    It consists of the routers' metrics, in arrays whose length is the first model's number of
-    layers, and of the losses' scale, which a plain backward pass leaves as a scalar that schedules
-    cannot set in place.
+    These are the routers' metrics, in arrays whose length is the first model's number of layers,
+    and the scale of auxiliary losses. A backward pass without a schedule creates that scale as a
+    scalar, which schedules cannot set in place.
     """
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     _moe_metrics().clear()
@@ -156,8 +154,8 @@ def forget_moe_state() -> None:
 def number_in_model(router: Any) -> int:
     """Return a router's layer number in the model, from 1.
 
-    From 0.17 on Megatron numbers layers for multi-token prediction from 1 again; here they follow
-    the others. In hybrid stacks of 0.18 and 0.19 only their names tell them apart.
+    Layers for multi-token prediction follow the others here; from 0.17 on Megatron numbers them
+    from 1 again. In hybrid stacks of 0.18 and 0.19 only `layer_name` distinguishes them.
     """
     later = getattr(router, "is_mtp_layer", False) or "mtp" in router.layer_name.split(".")
     return router.layer_number + (router.config.num_layers if later else 0)
@@ -166,13 +164,14 @@ def number_in_model(router: Any) -> int:
 class SharedExpertOverlap:
     """`SharedExpertMLP`'s overlap protocol in an order that all versions accept.
 
-    0.16 and 0.17 run fc1 in `dispatch_postprocess` and fc2 in `combine_postprocess`; 0.18 and later
-    run them right after the all-to-all, wait for the current stream before it, and enforce the
-    order with a state machine. Running them after the all-to-all satisfies both.
+    In 0.16 and 0.17 the dispatcher runs fc1 in `dispatch_postprocess` and fc2 in
+    `combine_postprocess`. From 0.18 on it runs them right after the all-to-alls, waits for the
+    current stream before each, and `SharedExpertMLP` enforces the order with a state machine. The
+    order of 0.18 works in all versions.
 
-    With `moe_preprocess` in a CUDA graph, a capture ends after `start`, and a call with a replay
-    begins there. Stock leaves the state machine in the state of the capture's end, so its next call
-    raises; here `start` and `fc1` set the state that they need.
+    With `moe_preprocess` in a CUDA graph, a capture ends after `start`, and a pass with a replay
+    continues there. In stock 0.18 and 0.19 the state machine stays in the state of the capture's
+    end, so the next pass raises. Here `start` and `fc1` set the state that they need.
     """
 
     def __init__(self, shared_experts: Any) -> None:
@@ -197,7 +196,7 @@ class SharedExpertOverlap:
     def fc1(self, moved: Tensor | None) -> None:
         """Run fc1 and the activation, after the dispatch has been launched.
 
-        Backward, Megatron puts the shared fc1 right behind what `moved` came from.
+        `moved`: the dispatched rows. Megatron launches their backward before the shared fc1's.
         """
         self._enter("PRE_FORWARD_COMM_DONE")
         self._shared.linear_fc1_forward_and_act(moved)

@@ -22,13 +22,13 @@ from padded_dispatch.megatron.fields import KEPT, REFUSED, REPLACED, Refused
 from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.utils.logs import log_once
 
-# The dispatcher's word in Megatron's config.
+# The value of `moe_token_dispatcher_type` for this dispatcher.
 NAME = "padded_alltoall"
 
 _FIELDS: Any = TransformerConfig.__dataclass_fields__
 MOE_FIELDS = tuple(name for name in _FIELDS if name.startswith("moe_"))
 
-# Fields that decide what ranks compute, beside these.
+# Further fields that decide what a rank computes, so ranks must have the same.
 _COMPARED = (
     "add_bias_linear",
     "cuda_graph_impl",
@@ -65,10 +65,10 @@ _MEGATRONS = re.compile(rf"\b({'|'.join(_NAMES)})\b")
 def check_config(config: Any) -> None:
     """Raise one error for everything in `config` that the padded path does not support.
 
-    Options and sizes are checked as well, as far as the config alone shows them.
+    Options and sizes are checked as well, as far as they follow from the config alone.
 
     Raises:
-        ValueError: one line per refused setting: field, value, reason, remedy; or see
+        ValueError: one line per refused setting, with field, value, reason and remedy; see also
             `dispatch_config` and `padded_options`.
     """
     refused = refusals(config, REFUSED)
@@ -88,7 +88,7 @@ def check_config(config: Any) -> None:
 
 
 def _refused_graphs(config: Any) -> list[str]:
-    """Return one line per setting that cannot be combined with its graphs of layers."""
+    """Return one line per setting that the config's CUDA graphs of layers do not support."""
     impl = _read(config, "cuda_graph_impl")
     if captures_iteration(config):
         return []
@@ -118,10 +118,10 @@ def _refused_graphs(config: Any) -> list[str]:
 
 
 def take_over(config: Any) -> None:
-    """Reset what a recipe sets for another dispatcher; log once what stands in its place.
+    """Reset fields that a recipe sets for another dispatcher; log once what replaces each.
 
-    It goes before Megatron's own checks, which want the other dispatcher for such settings, and
-    after them, since they derive one field from another.
+    Call it before Megatron's own checks, which require the other dispatcher for such fields, and
+    again after them, since they set one such field from another.
     """
     for name, note in REPLACED.items():
         if name not in _FIELDS or _read(config, name) in (None, _FIELDS[name].default):
@@ -132,11 +132,11 @@ def take_over(config: Any) -> None:
 
 
 def check_pipeline(config: Any) -> None:
-    """Raise if the combined schedule would run a pass on another one's input.
+    """Raise if the combined schedule would run one pass on the input of another.
 
-    So it does without `overlap_p2p_comm`, with Megatron's own dispatcher, too: seen with 0.16.1 and
-    0.19.0, 2 stages of 2 chunks and 4 microbatches on CPUs. Frameworks may set the field after the
-    config is made, so this is for the first layer that is built.
+    `forward_backward_pipelining_with_interleaving` does so without `overlap_p2p_comm`, also with
+    Megatron's own dispatcher: seen with 0.16.1 and 0.19.0, 2 stages of 2 chunks and 4 microbatches
+    on CPUs. Frameworks may set the field after the config is made, so each layer checks it.
     """
     chunks = _read(config, "virtual_pipeline_model_parallel_size") or 1
     require(
@@ -152,7 +152,7 @@ def check_pipeline(config: Any) -> None:
 
 
 def last_layer(config: Any) -> int:
-    """Return the number of the model's last layer, behind those of multi-token prediction."""
+    """Return the number of the model's last layer, layers of multi-token prediction included."""
     later = _read(config, "mtp_num_layers") or 0
     if _read(config, "mtp_use_repeated_layer"):  # One layer, run several times.
         later = min(later, 1)
@@ -162,7 +162,8 @@ def last_layer(config: Any) -> int:
 def _check_layers(config: Any, options: PaddedOptions) -> None:
     """Raise if `layer_factors` names a layer that the model does not have, or a dense one.
 
-    How many layers a hybrid stack has for each token that it predicts, the config does not say.
+    The config of a hybrid stack does not show how many layers predict each further token, so there
+    no number is too large.
     """
     hybrid = _read(config, "is_hybrid_model") and _read(config, "mtp_num_layers")
     last = last_layer(config)
@@ -186,7 +187,7 @@ def _check_layers(config: Any, options: PaddedOptions) -> None:
 def _is_dense(config: Any, number: int) -> bool:
     """Return whether `moe_layer_freq` makes layer `number`, from 1, a layer without experts."""
     pattern = _read(config, "moe_layer_freq") or 1
-    number = min(number, config.num_layers)  # Multi-token prediction is as the last layer.
+    number = min(number, config.num_layers)  # Multi-token prediction is like the last layer.
     if isinstance(pattern, int):
         return (number - 1) % pattern != 0
     return len(pattern) == config.num_layers and not pattern[number - 1]
@@ -202,10 +203,10 @@ def refusals(config: Any, rows: tuple[Refused, ...]) -> list[str]:
 
 
 def padded_options(config: Any) -> PaddedOptions:
-    """Return the options of a config; the defaults where none were set.
+    """Return the options of a config, or the defaults if it has none.
 
     Raises:
-        ValueError: they are no `PaddedOptions`.
+        ValueError: `config.padded_dispatch` is no `PaddedOptions`.
     """
     options = getattr(config, "padded_dispatch", PaddedOptions())
     require_options("padded_dispatch", options)
@@ -215,10 +216,10 @@ def padded_options(config: Any) -> PaddedOptions:
 def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
     """Return all options and the fields of `config` that act on the padded path, as text by name.
 
-    The ranks of a layer must have the same.
+    They must be equal on all ranks of a layer.
     """
     fields = {name: _read(config, name) for name in (*MOE_FIELDS, *_COMPARED)}
-    # As text, a recipe is the patterns of its modules.
+    # The text of a `RecipeConfig` has only the patterns of modules, so take its attributes.
     recipe = fields["quant_recipe"]
     fields["quant_recipe"] = getattr(recipe, "__dict__", recipe)
     values = dataclasses.asdict(padded_options(config)) | fields
@@ -226,15 +227,15 @@ def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
 
 
 def is_ours(config: Any) -> bool:
-    """Return whether a model of this config has padded layers, by config word or `padded_spec`."""
+    """Return whether a model of this config has padded layers, by `NAME` or by `padded_spec`."""
     word = getattr(config, "moe_token_dispatcher_type", None)
     return word == NAME or hasattr(config, "has_padded_layers")
 
 
 def check_experts(experts: Any) -> None:
-    """Raise for experts that were not written for padded rows, with a count on the host.
+    """Raise if a class of experts cannot take padded rows with row counts on the host.
 
-    TEGroupedMLP, SequentialMLP and subclasses pass.
+    TEGroupedMLP, SequentialMLP and their subclasses can.
 
     Raises:
         ValueError: names the class and the remedy.
@@ -265,7 +266,7 @@ def dispatch_config(
         config: a TransformerConfig that `check_config` has passed.
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert.
-        capacity_pool: see `chosen_experts`, which knows what the options mean by "auto".
+        capacity_pool: see `chosen_experts`, which replaces "auto" of the options.
         layer_number: see `number_in_model`; None before the layer has its number.
         training: False for evaluation, see `eval_factor`.
 
@@ -290,8 +291,9 @@ def dispatch_config(
 def _factor(config: Any, layer_number: int | None, training: bool) -> CapacityFactor:
     """Return the capacity factor of a layer.
 
-    Without `eval_factor` evaluation fits, but where one graph of a full iteration captures it, too.
-    Graphs of layers are replayed in training only (`guard` sees to it for `local` ones).
+    Without `eval_factor`, sizes of evaluation passes follow from the routing (`FIT`), unless graphs
+    of a full iteration capture evaluation, too. Graphs of layers are replayed in training only (for
+    `local` ones `guard` ensures it).
     """
     options = padded_options(config)
     if not training and options.eval_factor is not None:
@@ -301,16 +303,16 @@ def _factor(config: Any, layer_number: int | None, training: bool) -> CapacityFa
     if layer_number is not None and layer_number in options.layer_factors:
         return options.layer_factors[layer_number]
     factor = config.moe_expert_capacity_factor
-    # Megatron takes a negative factor for None, but only in `__post_init__`.
+    # `TransformerConfig.__post_init__` replaces a negative factor by None, but not one set later.
     return NO_DROP if factor is None or factor < 0 else factor
 
 
 def _alignment(config: Any) -> int:
-    """Return the alignment in rows, the largest that one of the config's recipes needs.
+    """Return the largest alignment in rows that one of the config's fp8 and fp4 recipes needs.
 
-    Megatron-Core 0.16.1 to 0.20 needs 32 for fp8 in the recipe mxfp8, 16 in the others, and for
-    fp4 what its recipe says. Megatron does not ask `quant_recipe`, which gives modules recipes of
-    their own.
+    In Megatron-Core 0.16.1 to 0.20 it is 32 for the fp8 recipe mxfp8, 16 for the other fp8 recipes,
+    and for fp4 it depends on the recipe. Megatron's own alignment leaves out the recipes of single
+    modules in `quant_recipe`.
     """
     fp8, fp4 = _own_recipes(_read(config, "quant_recipe"))
     fp8 += [config.fp8_recipe] if config.fp8 else []
@@ -328,7 +330,7 @@ def _alignment(config: Any) -> int:
 
 
 def _own_recipes(quant_recipe: Any) -> tuple[list[Any], list[Any]]:
-    """Return the recipes of fp8 and of fp4 in a `quant_recipe`, of Megatron's kind or another."""
+    """Return the fp8 and the fp4 recipes in a `quant_recipe`; none if it has no `configs`."""
     settings = getattr(quant_recipe, "configs", None) or {}
     parts = [
         one.get(part) or {}
@@ -341,5 +343,5 @@ def _own_recipes(quant_recipe: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _read(config: Any, name: str) -> Any:
-    """Return the field's value, or None, which no row refuses, if this version lacks the field."""
+    """Return the field's value; None, which no row refuses, if this version lacks the field."""
     return getattr(config, name, None)

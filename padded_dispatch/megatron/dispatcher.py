@@ -2,20 +2,21 @@
 
 Conforms to `megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher`. No arithmetic here.
 
-The contract passes two tensors from method to method and leaves the rest to attributes. Ours are
-the plan's tensors, and nothing else that a captured part hands on: no shape and no Python number,
-because a replayed CUDA graph sets tensors by name (`cudagraph_attrs`) and runs no Python. No
-attribute needs a gradient, and all are dropped when the layer is done, so that no graph memory
-stays pinned.
+`MoELayer` passes two tensors from method to method; all else travels in attributes of the
+dispatcher. A captured part of the layer hands on the plan's tensors and nothing else, no shape and
+no Python number, because a replayed CUDA graph sets tensors by name (`cudagraph_attrs`) and runs no
+Python. No attribute needs a gradient. All become None at the end of the layer, so that they keep no
+graph memory alive.
 
-Packed experts hold the whole exchange: methods pass tokens on, and `dispatch_postprocess` leaves
-what the host decided in `StackedExperts.call`. Megatron's own experts get padded cells, which
-`token_dispatch` sends and `token_combine` brings back; no capture begins or ends in between.
+Packed experts do the whole exchange: the methods pass tokens on, and `dispatch_postprocess` stores
+what the host has decided in `StackedExperts.call`. Megatron's own experts get padded cells:
+`token_dispatch` sends the rows into cells, and `token_combine` returns the sums. No capture begins
+or ends between these two.
 
-With `overlap_moe_expert_parallel_comm` Megatron calls the methods one by one, some on a stream of
-their own. Backward passes of other microbatches come between, forward passes do not, so the
-attributes hold one pass. Megatron frees what went into a method once it has run, but for
-`kept_inputs`, which share memory with what came out.
+With `overlap_moe_expert_parallel_comm` Megatron calls the methods one by one, some on another
+stream. Between them it may run backward passes of other microbatches, but no forward passes, so the
+attributes hold one pass. Megatron frees the input of a method once it has run. The nodes that
+`kept_inputs` names are exceptions: their inputs share memory with their outputs.
 
 Letters: T tokens as [S, B] (sequence, batch), K experts per token, E experts, L experts on this
 rank, P slots of a source on the wire, D hidden size, N rows of this rank's experts.
@@ -67,13 +68,14 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     Attributes:
         packed: whether experts are `StackedExperts`.
-        chosen: what the options came to, by name.
-        store: where the rows of training passes lie, with those of other layers; None if each pass
-            has memory of its own.
-        observers, eval_observers: what the router calls with each selection in training passes, and
-            in evaluation mode. CUDA graphs capture the calls, so append before.
-        see_pass: what the router calls with the input of each training pass, before it runs.
-        kept_inputs: nodes of Megatron's combined schedule whose inputs must not be freed.
+        chosen: the experts, exchange and capacity pool in use, by the names of the options.
+        store: the store of the layer's chunk, which holds the rows of training passes; None if each
+            pass has memory of its own.
+        observers, eval_observers: receivers of the router's selections in training passes, and in
+            evaluation mode. CUDA graphs capture the calls, so append before a capture.
+        see_pass: function that the router calls with the input of each training pass, before it
+            routes; None with CUDA graphs, whose `guard` sees the passes instead.
+        kept_inputs: nodes of the combined schedule whose inputs Megatron must not free.
 
     Raises:
         ValueError: names every setting that the padded path does not support.
@@ -141,9 +143,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     @property
     def shares_per_token(self) -> int | None:
-        """Rows per token, in perfect balance, of all that shares room in training; None for cells.
+        """Rows per token, in perfect balance, of all layers that share room; None for cells.
 
-        A capacity factor is relative to it.
+        A capacity factor is relative to this number.
         """
         config = self.configs.training
         if config.capacity_pool == "expert":
@@ -152,14 +154,15 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     @property
     def counts_kept(self) -> bool:
-        """True if this rank counts the rows that are kept, and no other rank counts the same.
+        """True if this rank's count of kept rows is used.
 
-        A store is counted at its experts' rank; ranks that share experts receive the same rows.
+        Rows of a store are counted by the ranks of their experts. Ranks that split experts receive
+        the same rows, so only the first of them counts.
         """
         return self.configs.training.capacity_pool == "expert" or self.tp_rank == 0
 
     def set_layer(self, number: int) -> None:
-        """Take the layer's number in the model, once its router has it."""
+        """Set the layer's number in the model, which its router passes on."""
         self.agreement.name_layer(number)
         self.configs.find_factors(number)
 
@@ -178,11 +181,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, tokens: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Plan which row of this rank each choice of a token is.
+        """Plan each token's choices: the expert, and the place among this rank's rows for it.
 
         Args:
             tokens: floating point [S, B, D] (or any leading shape), T = S * B.
-            routing_map: bool [T, E]: what our router returns.
+            routing_map: bool [T, E], as our router returns it.
             probs: floating point [T, E].
 
         Returns:
@@ -194,7 +197,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             self.shared_overlap.start(tokens)
         routing_map, struck = self.exchange.strike(routing_map, probs, num_slots)
         counters = None if struck is None else self._counters_now()
-        if counters is not None and config.capacity_pool == "store":  # Cells lose nothing there.
+        if counters is not None and config.capacity_pool == "store":  # No row of cells is struck.
             shares = self.shares_per_token if self.configs.in_training else None
             counters.count_struck(**vars(struck), shares_per_token=shares or config.share(1))
         plan = make_plan(routing_map, top_k=config.top_k)
@@ -218,7 +221,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return output
 
     def _start(self, config: DispatchConfig, tokens_TD: Tensor) -> Wire:
-        """Begin the exchange of a pass, by the plan that the attributes hold."""
+        """Start the exchange of a pass with the plan in the attributes."""
         assert self.expert_SBK is not None
         assert self.place_SBK is not None and self.kept_E is not None
         plan = Plan(
@@ -228,13 +231,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         )
         num_slots = self._slots(config, tokens_TD)
         if config.fits and not self.configs.in_training:
-            num_slots = self.agreement.largest(num_slots)  # Ranks generate text of other lengths.
+            num_slots = self.agreement.largest(num_slots)  # Ranks may have different T here.
         return self.exchange.start(plan, tokens_TD, num_slots)
 
     def _slots(self, config: DispatchConfig, tokens_TD: Tensor) -> int:
-        """Return the slots of this rank at each other (P).
+        """Return the slots that this rank has at each rank (P).
 
-        `_announce` the first pass of its kind, and those with more tokens than any before.
+        Calls `_announce` in a config's first pass, and in each with more tokens than any before.
         """
         num_tokens = len(tokens_TD)
         slots = self._num_slots.setdefault((self.configs.in_training, config), {})
@@ -245,7 +248,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         return slots[num_tokens]
 
     def _announce(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
-        """Check and log what the first pass with a config and a T shows."""
+        """Run the checks for which the model must be complete, and log what the passes drop."""
         if self.configs.in_training:
             require_gradients_arrive(self.experts, self.config)
             require_weights_stay(self.experts, self.config)
@@ -258,13 +261,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             )
 
     def _warn_of_rows(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
-        """Log once what it costs to drop nothing."""
+        """Log once how much memory it takes to drop nothing, if it is much."""
         num_tokens = len(tokens_TD)
         cells = config.num_local_experts * config.num_sources * num_tokens
         num_rows = config.most_rows(num_tokens) if self.packed else cells
         ratio = num_rows / config.share(num_tokens)
         size = num_rows * tokens_TD.shape[1] * tokens_TD.element_size() / 2**30
-        if ratio > (5 if config.capacity_pool == "store" else 1):  # Of a store factors have five.
+        if ratio > (5 if config.capacity_pool == "store" else 1):  # Five: see `store_rows`.
             log_once(
                 "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and "
                 f"has room for {num_rows} rows of a layer, {ratio:.1f} times as many as in perfect "
@@ -275,15 +278,15 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
 
 class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
-    """The dispatcher of `StackedExperts`: see the module's docstring."""
+    """The dispatcher of packed experts, which do the exchange themselves."""
 
     packed = True
     kept_inputs = "moe_dispatch", "mlp", "moe_combine"
     _chunk: Chunk | None = None  # Lives as long as its layers.
-    _numbers: Sequence[int] = ()  # of its calls in the store
+    _numbers: Sequence[int] = ()  # of the layer's calls in the store, see `join`
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Pass the tokens on, which experts send."""
+        """Pass the tokens on; the experts send them."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
             self.shared_overlap.fc1(None)  # The tokens are the layer's input: nothing moved yet.
@@ -292,7 +295,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Let the experts know the pass; return tokens [T, D], rows [E] and probabilities."""
+        """Set the experts' `call`; return tokens [T, D], kept rows [E] and probabilities [T, K]."""
         config, tokens_TD = self.configs.now, hidden_states.flatten(0, -2)
         assert self.kept_E is not None
         weights = self.experts.linear_fc1.weight, self.experts.linear_fc2.weight
@@ -306,14 +309,14 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         return tokens_TD, self.kept_E, probs
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Return the sum of every token's rows, [T, D], which experts return."""
+        """Pass on the sum of every token's rows, [T, D], which the experts have returned."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
             self.shared_overlap.fc2(hidden_states)
         return hidden_states
 
     def set_layer(self, number: int) -> None:
-        """Join the chunk whose layers share a store, too."""
+        """Set the layer's number, and join the chunk of layers that share a store."""
         super().set_layer(number)
         self.experts.in_fp8 = in_fp8(self.config, number)
         if self._chunk is None:
@@ -327,7 +330,8 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     def _announce(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
         super()._announce(config, tokens_TD)
         require(
-            not getattr(self.experts.linear_fc1.weight, "expert_tp", False),  # They set it.
+            # Megatron sets this attribute for these optimizers.
+            not getattr(self.experts.linear_fc1.weight, "expert_tp", False),
             "experts",
             self._options.experts,
             "be 'module' with Muon and Megatron's other emerging optimizers, which leave weights "
@@ -415,7 +419,7 @@ def is_padded(module: Any) -> bool:
 
 
 def device_of(chunks: list[Any]) -> torch.device:
-    """Return a model's device; a chunk has no parameters if the pipeline's layout gives it none."""
+    """Return a model's device; chunks that a pipeline's layout leaves empty have no parameters."""
     return next(parameter for chunk in chunks for parameter in chunk.parameters()).device
 
 
@@ -430,7 +434,7 @@ def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
 
 
 class Copies:
-    """The values of tensors when it is made, such as those of `counting_tensors`."""
+    """Copies of tensors, such as `counting_tensors`, as they are when the object is made."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
@@ -438,7 +442,7 @@ class Copies:
         self._copy(self._tensors, self._copies)
 
     def restore(self) -> None:
-        """Set the tensors back to these values."""
+        """Set the tensors back to the values of the copies."""
         self._copy(self._copies, self._tensors)
 
     @torch.no_grad()

@@ -4,20 +4,20 @@
 module of its spec, so that initialization, random states and attributes of parameters are
 Megatron's own; `StackedExperts` then copies the weights into linears of `stacked_linear`.
 
-The whole exchange is inside (`padded_dispatch.experts`): Megatron calls the module with tokens, and
-gets their sums. What the host decided about the pass is no tensor, so the dispatcher leaves it in
-`StackedExperts.call`.
+The module does the whole exchange (`padded_dispatch.experts`): Megatron calls it with tokens, and
+gets the weighted sum of each token's experts. What the host has decided about the pass is no
+tensor, so the dispatcher stores it in `StackedExperts.call`.
 
-In training with Megatron's DDP, backward adds weight gradients to `main_grad` and sets
-`grad_added_to_main_grad`, as Megatron's own linears do with `gradient_accumulation_fusion`; what
-autograd gets is unspecified memory. A step's first gradient is stored, since DDP has just zeroed
-the buffer (`stacked_linear.following_zeros`). Where `adds_gradients` says no, DDP adds gradients in
-the parameters' dtype: bf16 rounds that of each micro-batch by at most 2**-8 of itself. Backward
-computes all gradients, also with `delay_wgrad_compute` or
-`overlap_dispatch_backward_with_experts_wgrad`: no exchange is left that they could run beside.
+In training with Megatron's DDP, backward adds weight gradients to `main_grad`, as Megatron's own
+linears do with `gradient_accumulation_fusion`; autograd gets unspecified memory. A step's first
+gradient is stored instead of added, since DDP has just zeroed the buffer
+(`stacked_linear.following_zeros`). If `adds_gradients` is False, DDP adds the gradients, in the
+parameters' dtype: bf16 rounds the gradient of each micro-batch by at most 2**-8 of its value.
+Backward computes weight gradients at once, also with `delay_wgrad_compute` or
+`overlap_dispatch_backward_with_experts_wgrad`: outside of the experts is no exchange to overlap.
 
-In fp8 (`padded_dispatch.experts.scaled`) weights stay in bf16 and are quantized once per step: a
-step of any optimizer of torch marks them on the device, and so does `set_is_first_microbatch`.
+In fp8 (`padded_dispatch.experts.scaled`) weights stay in bf16 and are quantized once per step. A
+step of any torch optimizer marks them as stale, on the device; so does `set_is_first_microbatch`.
 
 Letters: T tokens, L experts on this rank, D hidden size, F ffn size, G columns of fc1.
 """
@@ -51,7 +51,7 @@ from padded_dispatch.utils.phases import is_capturing
 
 _REMEDY = 'PaddedOptions(experts="module")'
 
-# With a scale per tensor, which is coarser than a scale per row.
+# These recipes have a scale per tensor. That of packed experts, one per row, is finer.
 _FP8_RECIPES = "tensorwise", "delayed"
 
 
@@ -73,10 +73,9 @@ class ChosenExperts:
 def chosen_experts(config: Any) -> ChosenExperts:
     """Return the experts that the options of a config mean, and which rows share room.
 
-    "auto" keeps the spec's module where the config has a setting that `StackedExperts` does not
-    compute (some recipes of fp8 among them), where GPUs do not train in bf16, and on GPUs before
-    Hopper. Rows share a store where experts are packed, unless the options say otherwise; a store
-    needs packed experts.
+    "auto" keeps the spec's module if the config has a setting that `StackedExperts` does not
+    compute, such as some fp8 recipes, if GPUs do not train in bf16, and on GPUs before Hopper. Rows
+    of packed experts share a store, unless the options choose cells; a store needs packed experts.
 
     Raises:
         ValueError: if a store was asked for, and packed experts do not support the config.
@@ -102,15 +101,15 @@ def chosen_experts(config: Any) -> ChosenExperts:
 def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
     """Raise if DDP would never see the weight gradients of the spec's experts.
 
-    With `overlap_dispatch_backward_with_experts_wgrad` TEGroupedMLP leaves them in `grad`, after
-    autograd is done with the weights. Megatron-FSDP takes them from there. DDP does so by the
-    module's hooks, which it registers if its own config has `delay_wgrad_compute`. (Stock trains on
-    without these gradients: seen on GPUs with 0.19.0.)
+    With `overlap_dispatch_backward_with_experts_wgrad` TEGroupedMLP stores them in `grad` after
+    autograd is done with the weights. Megatron-FSDP reads them there. DDP reads them in hooks of
+    the module, which its constructor registers only if `ddp_config` has `delay_wgrad_compute`.
+    (Stock 0.19.0 goes on training without these gradients: seen on GPUs.)
     """
     name = "overlap_dispatch_backward_with_experts_wgrad"
     if not getattr(config, name, False) or config.gradient_accumulation_fusion:
         return
-    hooks = "wgrad_accumulation_and_reduce_hooks"  # Only modules that delay have a list of them.
+    hooks = "wgrad_accumulation_and_reduce_hooks"  # A list, in modules that delay gradients.
     found = [getattr(module, hooks) for module in experts.modules() if hasattr(module, hooks)]
     of_ddp = any(
         hasattr(parameter, "main_grad") and not hasattr(parameter, "__fsdp_param__")
@@ -129,7 +128,7 @@ def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
 def require_weights_stay(experts: nn.Module, config: Any) -> None:
     """Raise if graphs of layers hold experts whose weights Megatron-FSDP gathers for each pass.
 
-    It gathers them by hooks of the layer, into memory that it takes and frees as it goes.
+    Its hooks of the layer gather them, into memory that it allocates and frees for each pass.
     """
     gathered = any(hasattr(parameter, "__fsdp_param__") for parameter in experts.parameters())
     require(
@@ -169,13 +168,13 @@ def _against_device() -> str:
 
 
 def adds_gradients(config: Any) -> bool:
-    """Return whether a backward pass of this moment may add gradients to `main_grad` itself.
+    """Return whether the backward of a pass that runs now may add gradients to `main_grad` itself.
 
-    A replayed graph does not set `grad_added_to_main_grad`, and DDP resets it before each step. So
-    graphs are an exception, unless Megatron knows of such gradients in them: always with
-    `gradient_accumulation_fusion`; else with Transformer Engine's graphs, for which DDP does not
-    reset it, in graphs of the whole iteration, which hold DDP's additions, too, and in `local` ones
-    of 0.19.
+    `grad_added_to_main_grad` keeps DDP from adding them again. A replay does not set this flag, and
+    DDP resets it before each step (`zero_grad_buffer`). So a captured pass may add gradients only
+    with `gradient_accumulation_fusion`, for which Megatron expects such gradients; in Transformer
+    Engine's graphs, for which DDP does not reset it; in graphs of a whole iteration from 0.18 on,
+    which hold DDP's own additions, too; and in `local` graphs from 0.19 on.
     """
     if config.gradient_accumulation_fusion:
         return True
@@ -187,9 +186,10 @@ def adds_gradients(config: Any) -> bool:
 
 
 def in_fp8(config: Any, number: int | None = None) -> bool:
-    """Return whether experts of layer `number`, from 1, compute in fp8, as Megatron's would.
+    """Return whether the experts of a layer compute in fp8, as Megatron's own would.
 
-    Layers of multi-token prediction, whose numbers come last, do. None is any layer.
+    `number`: the layer's number in the model, from 1. None stands for a layer that is neither among
+    the first nor among the last ones. Layers of multi-token prediction compute in fp8.
     """
     if not config.fp8 or number is None or number > config.num_layers:
         return bool(config.fp8)
@@ -207,7 +207,7 @@ class StackedExperts(MegatronModule):
         pg_collection: `ep`, `expt_tp` and `expt_dp` are used, for checkpoints.
 
     Attributes:
-        call: the pass that begins, from the dispatcher; None outside of it.
+        call: the next pass, which the dispatcher sets; `forward` takes it and leaves None.
         in_fp8: whether passes compute in e4m3.
 
     Raises:
@@ -237,13 +237,13 @@ class StackedExperts(MegatronModule):
         assert not splits or self.linear_fc2.bias is None
 
     def mark_stale(self) -> None:
-        """Let the next pass quantize the weights: they have changed, or may have."""
+        """Make the next pass quantize the weights again, because they may have changed."""
         if self._scaled is not None:
             self._scaled.mark_stale()
 
     @property
     def is_first_microbatch(self) -> bool:
-        """False; Megatron sets it before the first micro-batch of each step, if there is fp8."""
+        """Always False; with fp8 Megatron sets it to True before each step's first micro-batch."""
         return False
 
     @is_first_microbatch.setter
@@ -252,7 +252,7 @@ class StackedExperts(MegatronModule):
             self.mark_stale()
 
     def train(self, mode: bool = True) -> "StackedExperts":
-        """Set the mode; evaluation may follow a step that no schedule ran."""
+        """Set the mode; mark weights as stale, since evaluation may follow a step at once."""
         self.mark_stale()
         return super().train(mode)
 
@@ -269,7 +269,7 @@ class StackedExperts(MegatronModule):
         return self._scaled
 
     def forward(self, tokens_TD: Tensor, rows_E: Tensor, prob_TK: Tensor) -> tuple[Tensor, None]:
-        """Compute the experts of every token, on whatever rank they are.
+        """Compute every token's experts, on the ranks that hold them.
 
         Args:
             tokens_TD: in the parameters' dtype.

@@ -1,12 +1,12 @@
 """Fields of Megatron's TransformerConfig that the padded path refuses, or that it replaces.
 
-Each row follows from reading the uses of its field in Megatron-Core 0.16.1 to 0.20. A version may
-lack a field. All others act as in stock Megatron, or nowhere.
+Each row is based on all uses of its field in Megatron-Core 0.16.1 to 0.20; a version may lack the
+field. Fields without a row act as in stock Megatron, or have no effect on padded layers.
 
 `REFUSED`: the value would be ignored, or give wrong or untested results.
-`REPLACED`: recipes set the field for another dispatcher; it is accepted, the log says once what
-stands in its place, and where Megatron would act on the value, the field goes back to its default.
-`KEPT` are those that keep their value.
+`REPLACED`: recipes set the field for another dispatcher. It is accepted, logged once with what
+replaces it, and reset to its default.
+`KEPT`: fields of `REPLACED` that are not reset.
 """
 
 import math
@@ -106,5 +106,5 @@ REPLACED = {
     "use_transformer_engine_op_fuser": "it fuses dense layers; MoE layers keep TEGroupedMLP "
     "without it, or packed experts",
 }
-# Megatron's text generation asks for the first; dense layers use the second.
+# Megatron's text generation reads the first field, and dense layers the second.
 KEPT = ("moe_pad_experts_for_cuda_graph_inference", "use_transformer_engine_op_fuser")

@@ -1,14 +1,14 @@
 """`install()`: make the config value `padded_alltoall` work everywhere in Megatron-Core.
 
-Three places of Megatron-Core check the names of the dispatchers; stock configs pass through:
+Three places in Megatron-Core check the names of dispatchers; configs with other names pass through:
 
 - `TransformerConfig.__post_init__` checks some options against the names of the stock dispatchers.
   It runs with 'alltoall', whose checks are right for this dispatcher; then `check_config` runs.
 - `MoELayer.__init__` raises for an unknown name: see `padded_dispatch.megatron.layer`.
 - The type of the config field becomes the choices of `--moe-token-dispatcher-type`.
 
-All that is wrapped, here and by layers, is in the table of `padded_dispatch/megatron/README.md`.
-Megatron-LM's loop is followed if it has been imported by then, or when a config is made.
+The table in `padded_dispatch/megatron/README.md` lists all that `install` and layers wrap. If
+Megatron-LM's training loop is imported only after `install`, it is wrapped when a config is made.
 """
 
 import functools
@@ -39,9 +39,9 @@ def install(options: PaddedOptions | None = None) -> None:
     """Make `moe_token_dispatcher_type="padded_alltoall"` work. A repeated call changes the options.
 
     Args:
-        options: for every config without any, that is, made from now on or before the first call.
-            To give one config other options, set `config.padded_dispatch = PaddedOptions(...)`
-            afterwards; this is a plain attribute, which `dataclasses.replace` does not copy.
+        options: for every config that has none, made from now on or before the first call. To give
+            one config other options, set `config.padded_dispatch = PaddedOptions(...)` after it
+            is made; this is a plain attribute, which `dataclasses.replace` does not copy.
 
     Raises:
         ValueError: `options` are no `PaddedOptions`.
@@ -58,7 +58,7 @@ def install(options: PaddedOptions | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`, and what models with graphs have wrapped. Layers that exist keep working."""
+    """Undo `install` and all that models with graphs have wrapped. Existing layers keep working."""
     global _options
     _options = None
     PATCHED.undo()
@@ -94,8 +94,8 @@ def _wrap_post_init(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
             patches.set(self, "moe_token_dispatcher_type", "alltoall")
             if (self.moe_expert_capacity_factor or 0) < 0:
                 self.moe_expert_capacity_factor = None
-            # Stock's router drops, which some kinds of load balancing forbid. Scope `moe` needs a
-            # factor and padding; shapes here are static without.
+            # Megatron allows a factor only with some kinds of load balancing, since its own router
+            # would drop. It requires a factor and padding for graphs of scope `moe`.
             pads = captures_moe(self)
             factor = float(self.num_moe_experts or 1) if pads else None
             patches.set(self, "moe_pad_expert_input_to_capacity", pads)
@@ -105,7 +105,7 @@ def _wrap_post_init(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
             self.padded_dispatch = _options
         take_over(self)
         check_config(self)
-        guard.install(self)  # A model without experts may have our word, too.
+        guard.install(self)  # Also for a dense model with this name, which builds no MoE layer.
         follow_training()
         keep_options()
 

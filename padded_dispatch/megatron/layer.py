@@ -1,8 +1,8 @@
 """A MoE layer with the padded dispatcher and the router that goes with it.
 
-`MoELayer.__init__` accepts three dispatchers by name and raises for a fourth. So `build` lets it
-run with the all-gather dispatcher, which owns nothing (the all-to-all one would create a CUDA
-stream), and replaces dispatcher, router class and, if the options ask for it, experts afterwards.
+`MoELayer.__init__` accepts three dispatchers by name and raises for other names. So `build` runs it
+with the all-gather dispatcher, which owns nothing (the all-to-all one would create a CUDA stream).
+Then `build` replaces the dispatcher, the class of the router and, for packed experts, the experts.
 `PaddedMoELayer` calls `build` in its constructor. `install()` wraps the constructor of `MoELayer`
 with it, for configs with `moe_token_dispatcher_type="padded_alltoall"`.
 """
@@ -54,13 +54,14 @@ def build(
     guard.install(config)
     pg_collection = pg_collection or get_default_pg_collection()
     packed, in_bf16 = chosen_experts(config).packed, nullcontext()
-    if packed and config.fp8 and config.fp8_param:  # Our weights are made in bf16 all the same.
+    if packed and config.fp8 and config.fp8_param:  # Packed experts keep bf16 weights.
         from transformer_engine.pytorch import fp8_model_init
 
         in_bf16 = fp8_model_init(enabled=False)
     with Patches() as patches, in_bf16:
         patches.set(config, "moe_token_dispatcher_type", "allgather")
-        # Its experts take counts on the device; dense layers may use it. Some versions lack it.
+        # The op fuser's experts take counts on the device, so MoE layers are built without it;
+        # dense layers may use it. Some versions lack the field.
         patches.set(config, "use_transformer_engine_op_fuser", False)
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
@@ -79,7 +80,7 @@ def build(
     layer.token_dispatcher = dispatcher
     layer.router.layer_name = kwargs.get("name") or ""
     select_after_counting(layer.router, dispatcher)
-    if config.cuda_graph_impl == "none":  # Else the guard sees replays, too.
+    if config.cuda_graph_impl == "none":  # Else the guard calls it, also for replays.
         dispatcher.see_pass = functools.partial(watch.see_pass, layer)
 
 
@@ -118,11 +119,11 @@ def padded_spec(spec: Any) -> Any:
             0.16 and 0.17, a `functools.partial` in 0.18 and later.
 
     Raises:
-        ValueError: if the spec has no MoE layer. That of a block may have none, because a stage of
-            a pipeline may have dense layers only; None is that of a stage without a block.
+        ValueError: if the spec has no MoE layer. The spec of a block may have none, because a
+            pipeline stage may have dense layers only. So may None, for a stage without a block.
     """
     padded, num_replaced = _replace(spec)
-    kind = type(spec).__name__  # A whole spec fills a screen.
+    kind = type(spec).__name__  # The text of a whole spec would fill a screen.
     has_experts = num_replaced > 0 or spec is None or hasattr(spec, "layer_specs")
     require(has_experts, "spec", kind, "contain a MoELayer", "give num_experts to the spec")
     return padded
@@ -134,7 +135,8 @@ def _replace(spec: Any) -> tuple[Any, int]:
         return functools.partial(PaddedMoELayer, *spec.args, **spec.keywords), 1
     if isinstance(spec, ModuleSpec) and spec.module is MoELayer:
         return dataclasses.replace(spec, module=PaddedMoELayer), 1
-    # The last two are layers of multi-token prediction, named so from 0.17 on and before.
+    # `mtp_model_layer` is the layer of multi-token prediction from 0.17 on, `transformer_layer`
+    # that before.
     for name in ("submodules", "mlp", "moe_layer", "mtp_model_layer", "transformer_layer"):
         if getattr(spec, name, None) is not None:
             inner, num_replaced = _replace(getattr(spec, name))

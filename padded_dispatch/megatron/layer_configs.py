@@ -1,4 +1,4 @@
-"""The configs of one layer, and which one holds now."""
+"""The configs of one layer, and which one applies now."""
 
 import dataclasses
 import functools
@@ -14,17 +14,17 @@ from padded_dispatch.megatron.config import dispatch_config, padded_options
 class LayerConfigs:
     """The `DispatchConfig`s of one layer.
 
-    Router and dispatcher share one object. The router's mode decides which config holds; a layer
-    that is replayed from a CUDA graph has a mode, too.
+    Router and dispatcher share one object. The router's train/eval mode decides which config
+    applies; it is set also if a CUDA graph replays the layer.
 
     Attributes:
         training: the config of training passes.
         evaluation: the config of evaluation passes.
-        generation: the config of text generation in a CUDA graph; eager, its passes fit.
+        generation: the config of text generation in a CUDA graph.
         given_context: whether the layer was last called with an `inference_context`.
         controlled: whether a `Telemetry` reads what this layer drops.
         retried: whether a `Retry` repeats steps in which this layer drops.
-        router: that of the layer, whose mode counts; None before it has one.
+        router: the router of the layer; None before the layer has one.
 
     Args:
         config, sizes: see `dispatch_config`.
@@ -48,9 +48,9 @@ class LayerConfigs:
     def now(self) -> DispatchConfig:
         """The config for the layer's current mode.
 
-        Text generation drops nothing unless `eval_factor` is a number: a pass fits, and in a CUDA
-        graph, where the host can read nothing, there is room for every routing. Evaluation in a
-        graph is as training.
+        Text generation drops nothing unless `eval_factor` is a number: sizes of eager passes follow
+        from the routing, and a CUDA graph, in which the host can read nothing, has room for every
+        routing. Without `eval_factor`, evaluation in a graph has the config of training.
         """
         eval_factor = self._options.eval_factor
         if self.in_training:
@@ -68,8 +68,8 @@ class LayerConfigs:
     def generates(self) -> bool:
         """True while the layer generates text.
 
-        Then it gets an `inference_context`, or runs in torch's inference mode, as in Megatron's
-        engines. A rank without a request computes for its peers without a context.
+        It then gets an `inference_context`, or runs in torch's inference mode, as in Megatron's
+        engines, where a rank without a request computes for its peers without a context.
         """
         return not self.in_training and (self.given_context or torch.is_inference_mode_enabled())
 

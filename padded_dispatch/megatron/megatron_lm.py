@@ -1,16 +1,16 @@
 """Retry, telemetry and traces in Megatron-LM's own training loop, without a line of code.
 
-Three functions of `megatron.training.training` are wrapped: `train_step`, whose forward-backward
-function becomes a `Retry` if the options ask for one; `training_log`, in whose line of a step our
-figures stand; and `checkpoint_and_decide_exit`, which ends the run before its last step, too.
+Three functions of `megatron.training.training` are wrapped. `train_step` gets a `Retry` as its
+forward-backward function if the options ask for one. `training_log` prints our figures in its line
+of a step. `checkpoint_and_decide_exit` shows where a run ends, maybe before its last step.
 
-`Telemetry` reads what was dropped, in the first step and then once for each `--log-interval`.
-Where Megatron prints a line the host waits for the device, so the reading is taken there, and its
-figures are in that line. A loop that prints none takes it a step later.
+`Telemetry` reads the counters after the first step, and then once per `--log-interval`. When
+Megatron prints its line of a step, the host waits for the device. So the reading is taken there,
+and its figures are in that line. Without a line it is taken a step later.
 
 Megatron-LM repeats a step by itself when it looks for irreproducible results (its rerun state
-machine). It zeroes gradients and rewinds the data before each attempt, so each is a step for
-`Retry`, and all of them are one for telemetry.
+machine). It zeroes gradients and rewinds the data before each attempt. So `Retry` counts each
+attempt as a step, and telemetry counts all of them as one.
 """
 
 import functools
@@ -46,12 +46,12 @@ _IN_LINE = ("dropped", "again", "fill", "needed_factor", "expert_overload")
 
 
 class _Run:
-    """One training of a model, after `step` steps. All ranks must call all methods.
+    """The training of one model in Megatron-LM's loop. All ranks must call all methods.
 
     Args:
         training: Megatron-LM's module; its arguments and writers are used.
         chunks: the model's chunks on this rank.
-        step: steps done.
+        step: steps done before.
     """
 
     def __init__(self, training: Any, chunks: list[Any], *, step: int) -> None:
@@ -76,7 +76,7 @@ class _Run:
         self._telemetry = Telemetry(chunks, every=args.log_interval, step=step)
         self._num_recorded = get_num_microbatches()
         self._recorder = self._record(config, step)
-        if self._recorder is not None:  # Also after an error, and where the process ends.
+        if self._recorder is not None:  # Close it also after an error, and when the process ends.
             weakref.finalize(self, self._recorder.close)
         self._retry: Any = None
         self._num_retried = 0
@@ -96,7 +96,7 @@ class _Run:
         return self._retry
 
     def after_step(self, step: int) -> None:
-        """Do what follows a step; Megatron-LM may have skipped some (`--iterations-to-skip`)."""
+        """Count a step and those skipped before it (`--iterations-to-skip`), log and record it."""
         for _ in range(max(1, step - self._step)):
             self._step += 1
             if (reading := self._telemetry.step()) is not None:
@@ -107,7 +107,7 @@ class _Run:
             self._write({"moe/retried_steps": self._num_retried}, step)
         if self._recorder is not None:
             self._recorder.step(step)
-        # Rank 0 logs for all, and need not have a layer to record.
+        # Rank 0 logs for all ranks, also without a layer to record.
         traced, recorded = self._options.trace is not None, self._num_recorded
         if traced and get_num_microbatches() != recorded and dist.get_rank() == 0:
             kept = f"the trace has the last {recorded} micro-batches of each step"
@@ -119,14 +119,14 @@ class _Run:
         """Put the last figures into Megatron's line of a step, if it is about to print one.
 
         Args:
-            total_loss_dict: the sums; Megatron prints them divided by the steps since the last
-                line. 0.16.1 leaves out zeros.
+            total_loss_dict: Megatron's sums of losses since the last line. It prints them divided
+                by the number of steps; 0.16.1 leaves out zeros.
             step: steps done.
             skipped: the step updated no weights, so it does not count in the means.
             first: the first step, which always has a line.
 
         Returns:
-            The figures, for `follow` behind the line; None without a line.
+            The figures, for `follow` once the line is printed; None without a line.
         """
         if step % self._args.log_interval != 0 and not first:
             return None
@@ -146,7 +146,7 @@ class _Run:
         self._flush()
 
     def follow(self, reading: Snapshots) -> None:
-        """Follow `on_overflow`; where it ends the run, all figures are written."""
+        """Apply `on_overflow` to a reading; if it ends the run, flush all figures before."""
         try:
             self._telemetry.follow(reading)
         except RuntimeError:
@@ -164,7 +164,7 @@ class _Run:
         self._write(scalars(snapshots, per_layer=per_layer), snapshots.step)
 
     def _write(self, values: dict[str, float], step: int) -> None:
-        """Write values to TensorBoard and W&B, which the last rank has."""
+        """Write values to TensorBoard and W&B, whose writers the last rank alone has."""
         if writer := self._training.get_tensorboard_writer():
             for name, value in values.items():
                 writer.add_scalar(name, value, step)
@@ -177,14 +177,14 @@ class _Run:
         if folder is None:
             return None
         require_folder("trace", Path(folder))
-        # Tensor parallelism splits the tokens of MoE layers: Megatron wants sequence parallelism.
+        # Tensor parallelism splits the tokens: with MoE, Megatron requires sequence parallelism.
         parts = config.context_parallel_size * config.tensor_model_parallel_size
         return record_routing(
             self.chunks,
             Path(folder),
             num_microbatches=self._num_recorded,
             num_tokens=args.micro_batch_size * args.seq_length // parts,
-            # A hundred steps tell what a thousand do.
+            # A trace of a hundred steps is enough for `tune`.
             every=max(1, min(10, (args.train_iters - step) // 100)),
             steps_done=step,
             num_steps=args.train_iters,
@@ -192,10 +192,10 @@ class _Run:
 
 
 def follow_training() -> None:
-    """Follow Megatron-LM's training loop; do nothing if it is not imported, or followed already."""
+    """Wrap Megatron-LM's training loop; do nothing if it is not imported, or wrapped already."""
     training: Any = sys.modules.get(_MODULE)
     if training is None or getattr(training.__spec__, "_initializing", False):
-        return  # Not imported, or about to be.
+        return  # Not imported, or only in part.
     loop = _Loop(training)
     for name in ("train_step", "training_log", "checkpoint_and_decide_exit"):
         if hasattr(training, name):
@@ -208,9 +208,9 @@ def follow_training() -> None:
 def _by_name(
     instead: Callable[[Callable[[], Any], dict[str, Any]], Any],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper: `instead` gets a call of the function, and its arguments by name.
+    """Return a wrapper that runs `instead` in place of the function.
 
-    Changes of the arguments count.
+    `instead` gets a callable that calls the function, and its arguments by name, to read or change.
     """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,7 +227,7 @@ def _by_name(
 
 
 class _Loop:
-    """The loop of a process, by Megatron-LM's module; it has one run at a time."""
+    """Replacements of the loop's functions in Megatron-LM's module; it has one run at a time."""
 
     def __init__(self, training: Any) -> None:
         self._training = training
@@ -256,7 +256,7 @@ class _Loop:
             return call()
         sums, skipped = given["total_loss_dict"], bool(given.get("skipped_iter"))
         for name, loss in given["loss_dict"].items():
-            if not skipped and name not in sums:  # Megatron exports the first as the loss.
+            if not skipped and name not in sums:  # Megatron exports the first entry as the loss.
                 sums[name] = torch.zeros_like(loss, dtype=torch.float32)
         first = bool(given.get("is_first_iteration"))
         reading = run.before_log(sums, step, skipped=skipped, first=first)
@@ -266,7 +266,7 @@ class _Loop:
         return result
 
     def checkpoint_and_decide_exit(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
-        """End the run before the checkpoint of its last step, and where the loop ends early."""
+        """End the run before the checkpoint of its last step, or when the loop ends early."""
         args = self._training.get_args()
         rest = range(given["iteration"] + 1, args.train_iters + 1)
         if all(step in args.iterations_to_skip for step in rest):
@@ -281,10 +281,10 @@ class _Loop:
             run.finish()
 
     def _run_of(self, chunks: list[Any], optimizer: Any, steps_done: int) -> _Run | None:
-        """Return the run of a model, which starts if it is another one; None without our layers.
+        """Return the run of a model, a new one for another model; None without padded layers.
 
-        A dense model may have our word in its config. Where `padded_spec` built the layers, a
-        stage of a pipeline without one does not know it, so all ranks are asked.
+        A dense model may have our dispatcher's name in its config. With `padded_spec`, the config
+        of a pipeline stage without a padded layer does not show the others', so ranks exchange it.
         """
         if self._chunks is not chunks:
             config: Any = get_model_config(chunks[0])
@@ -310,9 +310,10 @@ def record_routing(
 ) -> TraceRecorder | None:
     """Attach a recorder to all padded layers of this rank. Call it before graphs are captured.
 
-    The names of the files tell `load_traces` which steps a resumed run has repeated. Files that
-    begin at its checkpoint or later hold only such steps, and are deleted: those of all ranks,
-    because a run before may have had more. No rank has a new file before all have come here.
+    From the names of files `load_traces` finds the steps that a resumed run has repeated. Files
+    that begin at its checkpoint or later hold only such steps. They are deleted, also those of
+    other ranks, because an earlier run may have had more ranks. All ranks come here before any
+    writes a file.
 
     Args:
         chunks: the model's chunks on this rank.
@@ -340,7 +341,7 @@ def record_routing(
         num_tokens=num_tokens,
         top_k=model.moe_router_topk,
     )
-    if apart > every and dist.get_rank() == 0:  # Which need not have a layer.
+    if apart > every and dist.get_rank() == 0:  # Before the return: rank 0 may have no layer.
         words = f"one step in {apart} is traced, because a rank's trace has about 1 GiB at most"
         log_once(words, logging.WARNING)
     if not layers:

@@ -84,8 +84,8 @@ class PaddedOptions:
 
     `dataclasses.asdict` gives values that YAML holds, and that `PaddedOptions(**...)` reads back.
 
-    It has slots, and so no `__dict__`: Megatron-Bridge copies a config before it goes to other
-    ranks, and sets each attribute of each value with a `__dict__`, which a frozen value refuses.
+    It has slots, and so no `__dict__`. Megatron-Bridge copies a config before it sends it to other
+    ranks, and sets all attributes of values with a `__dict__`, which a frozen dataclass refuses.
 
     Raises:
         ValueError: names the option, its value and what to set.
@@ -199,7 +199,7 @@ def require_options(name: str, value: Any) -> None:
 
 
 def show(default: Any) -> str:
-    """Return a default as help and table show it."""
+    """Return a default as help texts and the README's table show it."""
     return "none" if default is None or default == {} else str(default)
 
 
@@ -231,7 +231,7 @@ def padded_flags() -> AbstractContextManager[None]:
 
 
 def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return `read` for argparse, which then shows the error's own words beside the flag."""
+    """Wrap `read` for argparse, so that argparse shows the text of its error with the flag."""
 
     def parse(text: str) -> Any:
         try:

@@ -1,13 +1,13 @@
 """Repeat a training step that dropped rows, so that no update of the weights lacks any.
 
-`Retry` lets Megatron's schedule, or a CUDA graph of it, run as it would, and then sums the dropped
-rows of all layers and ranks; the host waits for that sum. If there are any, the step is taken back,
-and the same microbatches run once more, eagerly, with sizes that fit the routing. The optimizer
-sees the gradients of a run that never drops, bitwise if it computes with the same experts and
-kernels. What a step changes, and how it goes back:
+`Retry` runs Megatron's schedule, or a CUDA graph of it, unchanged. Then it sums the dropped rows of
+all layers and ranks, and the host waits for the sum. If any row was dropped, `Retry` restores the
+state before the step, and runs the same microbatches once more, eagerly, with sizes that fit the
+routing. The optimizer gets the gradients of a run that drops nothing, with the same bits if that
+run has the same experts and kernels. What a step changes, and how it is restored:
 
 - Gradients are zeroed again, which also resets the state of DDP's buckets. The schedule ended with
-  `finalize_model_grads`, so no reduction is in flight. Gathered parameters are still right.
+  `finalize_model_grads`, so no reduction is in flight. Gathered parameters stay valid.
 - Random states: Python's, NumPy's and torch's generators, and Megatron's tracker.
 - Counts on the device (buffers such as the counts and the bias of
   `moe_router_enable_expert_bias`) and sums that Megatron logs are copied before the step. Only the
@@ -47,9 +47,10 @@ class Retry:
     """A forward-backward function of Megatron's that repeats a step which dropped rows.
 
     Call it like the function that it wraps, once per step and on all ranks, with gradients zeroed.
-    Calls with `forward_only` pass through. `forward_backward_func`, `chunks`: the arguments.
+    Calls with `forward_only` pass through.
 
     Attributes:
+        forward_backward_func, chunks: the arguments.
         num_steps: training steps so far.
         num_retried: how many of them ran twice.
 
@@ -124,9 +125,9 @@ class Retry:
         return dropped - counts["kept_E"].sum() if here else dropped
 
     def _dropped_since(self, before: Tensor) -> int:
-        """Return the rows that all ranks have dropped since; waits for the device.
+        """Return the rows that all ranks have dropped since `before`; waits for the device.
 
-        Ranks that route the same tokens each count them: what matters is whether it is zero.
+        Ranks that route the same tokens each count them; only whether it is zero matters.
         """
         num_dropped = self._dropped() - before
         dist.all_reduce(num_dropped)
@@ -145,7 +146,7 @@ class Retry:
 
 @contextmanager
 def dropping_nothing(layers: list[Any]) -> Iterator[None]:
-    """Let passes of padded MoE layers, in either mode, fit their routing inside the block."""
+    """Let sizes of padded MoE layers' passes, in either mode, follow from the routing (`FIT`)."""
     with Patches() as patches:
         for configs in (layer.token_dispatcher.configs for layer in layers):
             for name in ("training", "evaluation"):
@@ -205,7 +206,7 @@ def check_retry(chunks: list[Any]) -> None:
 
 
 class _StepStart:
-    """The state of a rank, whose chunks of the model are given, before a step."""
+    """The state of this rank and of its chunks of the model, before a step."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self._chunks = chunks
@@ -227,8 +228,8 @@ class _StepStart:
 def without_graphs(chunks: list[Any]) -> Iterator[None]:
     """Run every captured layer of a model eagerly inside the block, and keep its graphs.
 
-    Each of Megatron's two ways has one place that decides, and both are set on the layer:
-    `transformer_engine` replays the graphs in `layer.cuda_graphs`, `local` asks
+    For each kind of graph, Megatron decides in one attribute of the layer, which is replaced here:
+    `transformer_engine` replays the graphs in `layer.cuda_graphs`, `local` calls
     `layer._should_call_local_cudagraph`.
     """
     with Patches() as patches:
@@ -280,12 +281,12 @@ def set_generators(states: tuple[Any, ...]) -> None:
 
 
 class RandomStates:
-    """The states of all generators when it is made, those of Megatron's tracker included."""
+    """The states of all random generators, Megatron's tracker included, when the object is made."""
 
     def __init__(self) -> None:
         tracker: Any = get_cuda_rng_tracker()
         self._generators = generator_states()
-        self._tracker = tracker.get_states()  # Tensors, or generators, which go on.
+        self._tracker = tracker.get_states()  # Tensors, or generators, whose states change.
         generators = {n: e for n, e in self._tracker.items() if hasattr(e, "get_state")}
         self._positions = {name: entry.get_state() for name, entry in generators.items()}
 
@@ -299,11 +300,11 @@ class RandomStates:
 
 
 class RecordedMicrobatches:
-    """An iterator that hands out another one's microbatches, and can hand them out once more.
+    """An iterator that yields the microbatches of `source`, and can yield them once more.
 
-    Copies are recorded, because a loader may fill the same memory again and a forward step may
-    change its batch. Reading may draw random numbers: the second time, generators are set to where
-    it had left them. Attributes that it lacks are those of the other one.
+    It records copies, because a loader may fill the same memory again and a forward step may change
+    its batch. Reading may draw random numbers, so the second time the generators get the states
+    that they had after the first. Other attributes are those of `source`.
     """
 
     def __init__(self, source: Any) -> None:
@@ -348,7 +349,7 @@ def replay(recorded: Any) -> Any:
 
 
 def _copy(microbatch: Any) -> Any:
-    """Copy a microbatch with all that it holds, but for process groups.
+    """Copy a microbatch with all that it holds, except process groups, which stay the same.
 
     Raises:
         ValueError: says why a part cannot be copied.

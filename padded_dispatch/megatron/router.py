@@ -1,11 +1,11 @@
 """A router that counts what the tokens asked for, and drops afterwards.
 
-Where experts have cells, rows are dropped at their source. Megatron treats the map and the
-probabilities that leave the router as what will be dispatched, so that is done in the router. Stock
-Megatron drops before it counts. Its expert bias then sees the map that was padded to capacity, in
+With cells, a source drops rows before it sends them. Megatron dispatches the map and the
+probabilities that its router returns, so the router drops them. Stock `TopKRouter.routing` (0.16.1
+to 0.20) drops before it counts. Its expert bias then sees the map that was padded to capacity, in
 which every expert has exactly C tokens, and never moves. Here losses, expert bias and logs see the
-map before dropping; selection is the router's last step. Where rows share a store, receivers drop
-what finds no room, and the router drops nothing.
+map before dropping; selection is the router's last step. With a store, the receiver finds room for
+rows, and the router drops nothing.
 
 `SelectAfterCounting` holds this behaviour. A spec may bring its own subclass of `TopKRouter`, so
 `select_after_counting` gives an existing router a class that combines the two.
@@ -57,8 +57,8 @@ class SelectAfterCounting(TopKRouter):
     """A router that counts the map that the tokens asked for, and returns the map that is kept.
 
     Attributes:
-        dispatcher: that of the layer.
-        layer_name: "mtp.layers.1.mtp_model_layer.layers.0.mlp" or so in hybrid stacks from 0.18 on.
+        dispatcher: the layer's dispatcher.
+        layer_name: like "mtp.layers.1.mtp_model_layer.layers.0.mlp" in hybrid stacks from 0.18 on.
     """
 
     dispatcher: PaddedAlltoAllTokenDispatcher
@@ -66,15 +66,15 @@ class SelectAfterCounting(TopKRouter):
     _settings: Values | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the number, and tell the dispatcher."""
+        """Set the layer's number, here and in the dispatcher."""
         super().set_layer_number(layer_number)
         self.dispatcher.set_layer(number_in_model(self))
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Compare shapes over the ranks, then run `TopKRouter.forward`.
 
-        This is the layer's first step, so ranks that differ raise before any exchange. Evaluation
-        that fits takes another T on each rank, as Megatron's dynamic engine has it.
+        This is the layer's first step, so ranks that differ raise before any exchange. In
+        evaluation passes that fit, ranks may differ in T, as in Megatron's dynamic engine.
         """
         configs, tokens_TD = self.dispatcher.configs, input.flatten(0, -2)
         config = configs.now
@@ -85,15 +85,15 @@ class SelectAfterCounting(TopKRouter):
             self.dispatcher.agreement,
             config,
             tokens_TD,
-            # Beside the settings, whether a rank raises later, with its peers in the exchange.
+            # Further values with which one rank would raise later, with its peers in the exchange.
             (
                 *self._settings,
                 ("layer has a Telemetry", configs.controlled),
                 ("padding_mask is given", captures and padding_mask is not None),
             ),
             any_tokens=config.fits and not self.training,
-            # Training and evaluation may have the same capacity here, but the ranks' next calls
-            # would differ.
+            # Compare the mode, too: with equal capacities the shapes do not show it, and the
+            # ranks' next calls would differ.
             training=int(self.training),
         )
         if self.training:
@@ -112,12 +112,12 @@ class SelectAfterCounting(TopKRouter):
         return super().forward(input, padding_mask)
 
     def gating(self, input: Tensor) -> Tensor:
-        """Return the logits, whose gradients bf16 tokens and weight meet as they are: `_Gradients`.
+        """Return the logits; fp32 ones of bf16 tokens and weight have `_Gradients` as backward.
 
-        Those of a subclass with a `gating` of its own are as it has them. Right also where the bias
-        is narrower than the logits: Megatron-Core passes the bias to Transformer Engine's GEMM as
-        it is, and the GEMM reads it in the dtype of the output. Seen with 0.19.0 and 2.20.2: a bf16
-        bias and `moe_router_dtype="fp32"` give logits that are off by 8.8 and change with the
+        The `gating` of a subclass runs as it is. Else the bias gets the dtype of the logits. Up to
+        0.19, `RouterGatingLinearFunction` passes it to Transformer Engine's GEMM as it is, which
+        reads it in the dtype of the output. Seen with 0.19.0 and Transformer Engine 2.20.2: a bf16
+        bias and `moe_router_dtype="fp32"` give logits that are off by 8.8, and that change with the
         memory behind the bias.
         """
         dtype = _ROUTER_DTYPES.get(self.config.moe_router_dtype or "", input.dtype)
@@ -134,20 +134,20 @@ class SelectAfterCounting(TopKRouter):
         return logits(input)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """Do what `TopKRouter.routing` does, then keep at most C rows per expert of cells.
+        """Run `TopKRouter.routing`, then, with cells, keep at most C rows per expert.
 
         Returns:
             Probabilities [T, E], exactly 0 where not kept, and the kept map, bool [T, E].
         """
         if padding_mask is not None:
-            # Without gradients of masked rows: an auxiliary loss divides by the number of tokens,
-            # and if all are masked its gradient is NaN, which a product with 0 would keep.
+            # Cut off the gradients of masked rows. An auxiliary loss divides by the number of
+            # tokens: if all are masked its gradient is NaN, which a product with 0 would keep.
             masked = padding_mask.reshape(*logits.shape[:-1], 1)
             logits = logits.masked_fill(masked, 0)
         recomputes = self.training and not torch.is_grad_enabled()
         sorts = _SortedChoices() if recomputes else nullcontext()
-        # `TopKRouter.routing` drops before it counts if its config has a factor, and nothing else
-        # reads it there. A copy of the config would miss what training loops write to it.
+        # Hide the factor, with which `TopKRouter.routing` would drop before it counts. It has no
+        # other use there. A copy of the config would miss what training loops write to it.
         fields, name = vars(self.config), "moe_expert_capacity_factor"
         factor, fields[name] = fields[name], None
         try:
@@ -175,7 +175,7 @@ class SelectAfterCounting(TopKRouter):
         return selection.probs_TE, selection.kept_TE
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        # Does not call super(): stock combines [T, E] with [T] (0.16.1 to 0.19.0), and raises.
+        # Replaces stock's, which (0.16.1 to 0.19.0) combines [T, E] with a mask [T], and raises.
         if self.enable_expert_bias and trains():
             if padding_mask is not None:
                 routing_map = routing_map & ~padding_mask[:, None]
@@ -184,10 +184,10 @@ class SelectAfterCounting(TopKRouter):
 
 
 class _Gradients(torch.autograd.Function):
-    """Give fp32 logits the gradients of bf16 tokens and weight.
+    """The router's logits in fp32, with the gradients of its bf16 tokens and weight.
 
-    The gradient of the logits becomes the sum of two numbers in bf16, which hold 16 bits of it.
-    Megatron makes fp32 of tokens and weight, and multiplies in TF32, which has 11.
+    Backward splits the gradient of the logits into a sum of two bf16 numbers, which hold 16 bits of
+    it. Megatron converts tokens and weight to fp32, and multiplies in TF32, which has 11 bits.
     """
 
     @staticmethod
@@ -227,11 +227,11 @@ def _combined(base: type) -> type:
 
 
 class _SortedChoices(TorchFunctionMode):
-    """Let `topk` sort what it finds, as in a pass with gradients.
+    """A mode in which `torch.topk` sorts its results, as Megatron does in a pass with gradients.
 
-    From 0.18 on Megatron leaves a token's chosen experts unsorted in a pass without gradients. A
-    softmax over them then rounds in another order, also in the first pass of recompute: its output
-    differs from that of the second pass, whose gradients train, and from a CUDA graph's.
+    From 0.18 on `topk_routing_with_score_function` leaves a token's experts unsorted in a pass
+    without gradients. A softmax over them then sums in another order. So the first pass of
+    recompute would give another output than the second, whose gradients train, and than a graph.
     """
 
     def __torch_function__(

@@ -28,7 +28,7 @@ def main() -> None:
     sys.argv = [script, *arguments]
     # Like `python SCRIPT`, which puts the script's folder first.
     sys.path.insert(0, str(Path(script).resolve().parent))
-    # `install` follows Megatron-LM's loop. A script that needs it fails by itself without it.
+    # Import Megatron-LM's loop for `install` to wrap. A script that needs it fails without it.
     with contextlib.suppress(ImportError):
         importlib.import_module("megatron.training.training")
     importlib.import_module("padded_dispatch.megatron.installer").install(options)

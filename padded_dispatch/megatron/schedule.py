@@ -1,4 +1,4 @@
-"""Parts that Megatron's schedules and CUDA graphs leave out: padding masks, for one.
+"""Padding masks and packed sequences, which Megatron's schedules and CUDA graphs leave out.
 
 Masks in graphs of layers. Where `cuda_graph_impl` is "transformer_engine", Megatron calls the MoE
 part of a layer without the padding mask, in captures and in replays (0.16.1 to 0.20). So each layer
@@ -6,12 +6,12 @@ has one mask in memory that its graphs read: `note_mask` makes it, in an eager t
 has a mask; `captured` lets a capture read it; `replayed` writes the microbatch's mask to it before
 a replay. Other graphs read the mask among their inputs.
 
-Packed sequences (THD) are separated in attention; the MoE part sees T tokens, whatever their
-sequences. A graph of attention would keep the boundaries of its capture: `check_packed`.
+Packed sequences (THD) are separated in attention; the MoE part sees T tokens of any sequences. A
+graph of attention would keep the boundaries of its capture, so `check_packed` raises.
 
-The combined schedule (`overlap_moe_expert_parallel_comm`) runs a layer in pieces, see `adapted`:
-it calls the router without the mask, and it frees what went into a piece once it has run forward.
-What the dispatcher's `kept_inputs` name is kept: it is, or shares memory with, what came out.
+The combined schedule (`overlap_moe_expert_parallel_comm`) runs a layer in pieces. It calls the
+router without the mask, and frees the input of a piece after its forward. `adapted` passes the mask
+on. It keeps the inputs of the dispatcher's `kept_inputs`, which share memory with the outputs.
 
 Letters: B sequences, S positions on this rank.
 """
@@ -59,8 +59,8 @@ def note_mask(layer: Any, mask_BS: Tensor | None) -> None:
 def captured(layer: Any, hidden_states: Tensor) -> Iterator[None]:
     """Let the MoE part that is captured in this block read the layer's mask, if it has one.
 
-    The graph starts by copying it, because a pipeline runs the next microbatch's forward before
-    this one's backward, and recomputation reads the mask there.
+    The graph starts with a copy of it, because a pipeline runs the next microbatch's forward before
+    this one's backward, in which recomputation reads the mask.
 
     Raises:
         ValueError: if the mask has another shape than the hidden states, [S, B, D].
@@ -75,7 +75,7 @@ def captured(layer: Any, hidden_states: Tensor) -> Iterator[None]:
 
 
 def replayed(layer: Any, mask_BS: Tensor | None) -> AbstractContextManager[None]:
-    """Let the graphs that are replayed in this block, and what is eager in it, use a mask.
+    """Let a layer use a mask in this block, in the graphs that it replays and in its eager part.
 
     Raises:
         ValueError: if the layer was captured without a mask, or with one of another shape.
@@ -114,10 +114,10 @@ def _mlp_with(layer: Any, mask_BS: Tensor) -> Iterator[None]:
 
 
 def check_packed(layer: Any, packed_seq_params: Any) -> None:
-    """Raise if graphs of this layer could not follow these sequences in training.
+    """Raise if graphs of this layer would ignore these sequences in training.
 
     With `tokens_per_sample` (0.19 and later) Megatron rearranges flattened samples for the MoE
-    part, [B * S, 1, D] to [S, B, D], which it leaves out in a capture.
+    part, [B * S, 1, D] to [S, B, D], but not in a capture (`_te_cuda_graph_capture`).
 
     Raises:
         ValueError: if the config captures attention; or if it captures the routing, and a
@@ -148,9 +148,10 @@ def check_packed(layer: Any, packed_seq_params: Any) -> None:
 def adapted(guarded: Callable[..., Any], build: Callable[..., None]) -> Callable[..., None]:
     """Wrap `TransformerLayerSchedulePlan._build_callable_nodes` to adapt padded layers.
 
-    While the piece with the router of a padded layer runs, `MoELayer.route` has the mask of the
-    model's chunk, and so has the replay of a layer whose router is in a CUDA graph. `guarded` calls
-    a replay; it gets the layer, the replay and its arguments.
+    While the piece with the router of a padded layer runs, `MoELayer.route` gets the mask of the
+    model's chunk. If the router is in a CUDA graph, its replay gets the mask.
+
+    `guarded`: calls a replay; it gets the layer, the replay and the replay's arguments.
     """
 
     @functools.wraps(build)
@@ -182,8 +183,8 @@ def _run_with_mask(
 ) -> Any:
     moe, route = layer.mlp, layer.mlp.route
 
-    # The mask is read here: a layer of multi-token prediction has moved it on by one token by now.
-    # Megatron-Bridge hands on the same mask, as [B, S].
+    # Read the chunk's mask only now: a layer of multi-token prediction first shifts it by a token.
+    # The argument, from Megatron-Bridge, is the same mask as [B, S], and is not used.
     def route_with_mask(hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
         mask_BS = node.chunk_state.padding_mask
         note_mask(layer, mask_BS)

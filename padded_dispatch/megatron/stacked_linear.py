@@ -2,19 +2,19 @@
 
 The GEMMs need one weight `[L, out, in]` per linear. (Views of TEGroupedMLP's separate parameters do
 not work: Megatron's DDP lays parameters out in its own buffer, in reverse order.) Biases have one
-dimension, `[L * out]`, because that decides in Megatron's optimizers what does not decay.
+dimension, `[L * out]`, because Megatron's optimizers do not decay parameters of one dimension.
 
 Checkpoints hold single experts, as TEGroupedMLP's do, and either module loads the other's:
 
-- `state_dict`: `weight0`, `bias0`, ... of each linear, as TEGroupedLinear has them; only in torch's
-  FSDP, where a rank holds parts of a parameter, the parameters as they are.
+- `state_dict`: `weight0`, `bias0`, ... of each linear, as TEGroupedLinear has them. In torch's
+  FSDP, in which a rank holds parts of a parameter, it has the stacked parameters instead.
 - `sharded_state_dict`: a `ShardedTensorFactory` per parameter, which makes the shards of
   `TEGroupedLinear._sharded_state_dict_grouped` and `apply_swiglu_sharded_factory`: the same keys,
   global shapes, offsets and replicas, with `singleton_local_shards` or without.
 
-Optimizer states go through the same factory where a checkpoint keeps parameters whole. Formats of
-flattened parameters are refused, as by Megatron's own shards; `padded_dispatch/megatron/README.md`
-says which of the others load.
+Optimizer states use the same factory if a checkpoint keeps parameters whole. Formats of flattened
+parameters are refused, as Megatron's own shards refuse them. `padded_dispatch/megatron/README.md`
+lists the formats that load.
 
 L: experts on this rank.
 """
@@ -38,10 +38,10 @@ from padded_dispatch.utils.phases import is_capturing
 # The name of one expert's part of a parameter.
 _SINGLE_NAME = re.compile(r"(weight|bias)\d+")
 
-# `StackedLinear.spare`, by shape, dtype and device, as long as linears live that use it.
+# Results of `StackedLinear.spare` by shape, dtype and device; the linears keep them alive.
 _spares: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 
-# Transformer Engine's key for fp8 scales, which a strict load asks for. Empty means none.
+# The value of `_extra_state`, Transformer Engine's key for fp8 scales, which a strict load needs.
 _NO_SCALES = torch.empty(0, dtype=torch.uint8)
 
 
@@ -86,11 +86,11 @@ class StackedLinear(nn.Module):
         bias: [L * out], or None.
         tensor_model_parallel: whether ranks split every expert. Megatron-Bridge reads it.
         partition_dim: the axis of [out, in] that they split, likewise.
-        zeroed: whether its sums are zeros, see `Sums`; `following_zeros` sets it.
+        zeroed: int32 [2], whether DDP's buffer is zeroed: see `Sums`; `following_zeros` sets it.
 
     Args:
         weights: [out, in] each; copied, with the attributes that Megatron gave them.
-        biases: [out] each, likewise; none where there is no bias.
+        biases: [out] each; copied likewise. Empty without biases.
         split_axis: the axis of [out, in] that ranks split, if they split experts.
     """
 
@@ -105,7 +105,7 @@ class StackedLinear(nn.Module):
         self.tensor_model_parallel = split_axis is not None
         self.partition_dim = 0 if split_axis is None else split_axis
         self._spare: Tensor | None = None
-        # No buffer: it follows the sums, and what puts a model's counts back must leave it alone.
+        # No buffer, so that `Copies` of a model's buffers do not restore it: it follows the sums.
         self.zeroed = torch.zeros(2, dtype=torch.int32, device=weights[0].device)
         self.num_experts = len(weights)
         self.weight: Any = _like(weights[0], torch.stack([weight.detach() for weight in weights]))
@@ -142,7 +142,7 @@ class StackedLinear(nn.Module):
         return stacked.view(self.num_experts, -1, *stacked.shape[2:])
 
     def forward(self) -> Tensor:
-        """Return the weight: the hooks of a call wait for what DDP gathers of the parameters."""
+        """Return the weight; the hooks of this call wait until DDP has gathered the parameters."""
         return self.weight
 
     def biases(self) -> Tensor | None:
@@ -150,11 +150,11 @@ class StackedLinear(nn.Module):
         return None if self.bias is None else self.by_expert(self.bias)
 
     def sums(self, adds: bool) -> Sums | None:
-        """Return DDP's buffer to which a pass of this moment adds the weight's gradient.
+        """Return DDP's buffer to which the backward of this pass adds the weight's gradient.
 
-        It also sets the flag that this pass's backward adds to it, which DDP reads after backward,
-        and resets before a step. None in evaluation, outside of DDP, with FSDP, for a frozen
-        weight, for sums in a dtype that is neither fp32 nor the weight's, and without `adds`.
+        It also sets `grad_added_to_main_grad`, which DDP reads after backward and resets before a
+        step. None in evaluation, outside of DDP, with FSDP, for a frozen weight, for sums in a
+        dtype that is neither fp32 nor the weight's, and without `adds`, see `adds_gradients`.
         """
         weight: Any = self.weight
         main_grad = getattr(weight, "main_grad", None)
@@ -166,8 +166,8 @@ class StackedLinear(nn.Module):
             self.zeroed.zero_()
             return None
         weight.grad_added_to_main_grad = True
-        # A replay of Transformer Engine's copies what it returns as gradients, but for those of
-        # weights that have this mark at the capture. DDP has read it before.
+        # A replay of Transformer Engine's graphs copies the gradients that it returns, except those
+        # of weights with this attribute at the capture. DDP has read it in its constructor.
         weight.skip_backward_post_hook = is_capturing()
         sums_LOI = main_grad.view_as(weight)
         return Sums(sums_LOI=sums_LOI, spare_LOI=self.spare(), zeroed=self.zeroed)
@@ -212,7 +212,7 @@ class StackedLinear(nn.Module):
     ) -> Any:
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-        axis = self.partition_dim if parameter.dim() == 3 else 0  # A bias has one only.
+        axis = self.partition_dim if parameter.dim() == 3 else 0  # A bias has one axis.
         split, num_splits = layout.split
 
         def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> Any:
@@ -228,8 +228,8 @@ class StackedLinear(nn.Module):
                 "be torch_dcp for packed experts in torch's FSDP",
                 "set it, or PaddedOptions(experts='module')",
             )
-            # Not `layout.prefix`: Megatron takes the number of a layer out of a key, where all
-            # layers are alike, and an optimizer puts the name of its state in front.
+            # Not `layout.prefix`: Megatron removes a layer's number from keys if all layers are
+            # equal, and an optimizer puts the name of its state in front.
             experts = key.removesuffix(name)
             shards = []
             for local, expert in enumerate(self.by_expert(data.detach())):
@@ -271,7 +271,7 @@ def _like(single: Tensor, stacked: Tensor) -> nn.Parameter:
 
 
 def following_zeros(zero_grad_buffer: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap this method of Megatron's DDP, so that a step's first gradients need not read zeros."""
+    """Wrap this method of DDP to set `zeroed`, so that a step's first gradients read no zeros."""
 
     @functools.wraps(zero_grad_buffer)
     def zero(self: Any) -> None:
@@ -287,11 +287,11 @@ def following_zeros(zero_grad_buffer: Callable[[Any], None]) -> Callable[[Any], 
 
 
 def require_own_weights(chunks: list[Any], optimizer: Any) -> None:
-    """Raise if a distributed optimizer would step from other weights than stacked linears have.
+    """Raise if a distributed optimizer holds other weights than the stacked linears.
 
     A checkpoint in the format `dp_reshardable` holds the optimizer's buffers as they lie in memory.
-    If it has as many elements, Megatron loads that of another experts module without a word, and
-    from the first step on each expert has the weights of another one.
+    Megatron loads the buffers of another experts module without an error if they have as many
+    elements. From the first step on, each expert would have the weights of another one.
 
     Args:
         chunks: the model's chunks on this rank.
@@ -305,11 +305,11 @@ def require_own_weights(chunks: list[Any], optimizer: Any) -> None:
         for weight, own, main in zip(*groups, strict=True):
             if id(weight) not in stacked:
                 continue
-            if main is None:  # A precision-aware optimizer keeps it.
+            if main is None:  # A precision-aware optimizer has it in its state.
                 main = part.optimizer.state.get(own, {}).get("master_param")
             require(
                 main is None
-                or main.dtype != torch.float32  # The lower half of the weight's bits.
+                or main.dtype != torch.float32  # It is only the lower half of the weight's bits.
                 or torch.equal(own, main.to(own)),
                 "optimizer",
                 "those of other experts",
@@ -329,7 +329,7 @@ def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: 
 
 
 def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *given: Any) -> None:
-    """Put single experts together; like torch, name keys that are missing or of another shape."""
+    """Stack single experts; report keys that are missing or of another shape, as torch does."""
     *_, missing, _, errors = given
     for name, parameter in linear.named_parameters():
         if f"{prefix}{name}" in state:  # From a distributed checkpoint, or torch's FSDP.
@@ -345,7 +345,7 @@ def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *given: An
             else:
                 own = part
             parts.append(own)
-        parts = [part.to(parts[0].device) for part in parts]  # The model's own may be elsewhere.
+        parts = [part.to(parts[0].device) for part in parts]  # Some may be the model's own.
         state[f"{prefix}{name}"] = torch.cat(parts).view(parameter.shape)
     for number in range(linear.num_experts):
         state.pop(f"{prefix}_extra_state{number or ''}", None)

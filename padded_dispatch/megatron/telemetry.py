@@ -5,12 +5,12 @@ ranks and copied to pinned memory. The host looks at the copy one step later, wh
 arrived, so all ranks get the same figures at the same step. Totals are not zeroed: the host takes
 differences, which are right even if a total wraps around. Only the largest need is zeroed.
 
-Every rank counts the tokens that it routes, and of a store the rows that it keeps. Without
-sequence parallelism, tensor-parallel peers route the same tokens, and only the first of them is
-counted. A layer is on one pipeline stage only; ranks of other stages add zeros for it.
+Every rank counts the tokens that it routes, and, with a store, the rows that it receives and keeps.
+Without sequence parallelism, tensor-parallel peers route the same tokens, and only the first of
+them is counted. A layer is on one pipeline stage only; ranks of other stages add zeros for it.
 
-`on_overflow` is followed here: a reading with drops is logged in words, or ends the run. Without a
-`Telemetry`, `watch` logs them.
+`on_overflow` is applied here: a reading with drops is logged, or ends the run. Without a
+`Telemetry`, `watch` logs drops.
 
 Letters: Y layers of the whole model, R ranks of the expert-parallel group, W columns of a layer's
 sums (its totals, then the idle passes of each rank).
@@ -40,7 +40,7 @@ _log = logging.getLogger("padded_dispatch")
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshots:
-    """Snapshots of training and of evaluation, of `num_steps` steps that ended with step `step`."""
+    """Counts of training and of evaluation in the last `num_steps` steps up to step `step`."""
 
     step: int
     num_steps: int
@@ -57,7 +57,7 @@ def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float
     """Return the figures of snapshots, named like Megatron's MoE metrics.
 
     Names are those of `Snapshot.figures`: `moe/dropped` for training, `moe-held-out/dropped` for
-    evaluation. Nothing is returned of a phase in which no pass ran.
+    evaluation. A phase in which no pass ran has no figures.
 
     Args:
         snapshots: the result of `Telemetry.step` or `Telemetry.read`.
@@ -78,7 +78,7 @@ def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float
 
 
 def overflow_words(snapshots: Snapshots, settings: "LayerSettings") -> str:
-    """Return what the layer dropped that dropped most, and the factor that would have held all."""
+    """Return a sentence: what the worst layer dropped, and the factor that would drop nothing."""
     training, first = snapshots.training, snapshots.step - snapshots.num_steps + 1
     shares_Y = np.nan_to_num(training.dropped_share)
     worst = int(shares_Y.argmax())
@@ -106,8 +106,8 @@ class Telemetry:
     """Reader of the counters of all padded layers of a model. All ranks must call all methods.
 
     `step` and `read` warn of drops in training, or raise on all ranks if `on_overflow` is "error"
-    and a layer has dropped more than `overflow_threshold`. A loop that prints a line in between has
-    `take` and `follow`.
+    and a layer has dropped more than `overflow_threshold`. A loop that prints the figures before an
+    error ends it calls `take`, then `follow`.
 
     Args:
         chunks: the model's chunks on this rank.
@@ -116,7 +116,7 @@ class Telemetry:
 
     Raises:
         ValueError: if no rank has a layer with the padded dispatcher, or `layer_factors` names a
-            layer without.
+            layer without it.
     """
 
     def __init__(self, chunks: list[Any], *, every: int = 10, step: int = 0) -> None:
@@ -135,8 +135,8 @@ class Telemetry:
         self.layers: tuple[int, ...] = tuple(settings)
         factors = settings[self.layers[0]].options.layer_factors
         for number, factor in factors.items():
-            # The config of a hybrid stack does not say which have experts. Those that predict
-            # different tokens have one number, and so one factor.
+            # The config of a hybrid stack does not show which layers have experts. Its layers that
+            # predict different tokens share a number, and so a factor.
             has = number in settings and settings[number].config.capacity_factor == factor
             rule = f"name layers with experts, {self.layers}, by Megatron's numbers"
             require(has, "layer_factors", factors, rule, f"leave out layer {number}")
@@ -164,26 +164,26 @@ class Telemetry:
         return self.follow(self.take(now=True))
 
     def take(self, *, now: bool = False) -> Snapshots:
-        """Return snapshots of a read that was started, else of one now; waits until it has arrived.
+        """Return snapshots of the pending read, else of a new one; waits until it has arrived.
 
-        It costs nothing where the host waits for the device anyway. `now`: of one now in any case.
+        It costs nothing where the host waits for the device anyway. `now`: always start a new read.
         """
         copy, self._pending = self._pending, None
         if now and copy is not None:
-            # The next sums include the pending ones. The largest need was zeroed.
+            # New sums include the pending ones. The largest needs do not: they have been zeroed.
             self._reader.take_largest(copy)
             copy = None
         return self._reader.finish(copy or self._reader.start(self._step))
 
     def follow(self, snapshots: Snapshots) -> Snapshots:
-        """Follow `on_overflow` for snapshots that `take` returned, and return them."""
+        """Apply `on_overflow` to snapshots that `take` returned, and return them."""
         self._reader.follow(snapshots)
         return snapshots
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """A copy of the counters on its way to the host; it has arrived once `arrived` has."""
+    """A copy of the counters on its way to the host, until the event `arrived` has passed."""
 
     step: int
     sums: Tensor
@@ -192,13 +192,13 @@ class Copy:
 
 
 class Reader:
-    """Sums counters over groups of ranks, makes snapshots, and follows `on_overflow` for them.
+    """Sums counters over groups of ranks, makes snapshots, and applies `on_overflow` to them.
 
     Args:
         local: this rank's layers, by number.
-        settings: those of all ranks of the groups.
-        groups: over which `start` sums, one after the other; None is the group of all ranks.
-        device: of the counters.
+        settings: settings of the layers of all ranks of the groups, by number.
+        groups: `start` sums over each, one after the other; None is the group of all ranks.
+        device: device of the counters.
         step: steps done already.
         logs: whether this rank logs warnings.
     """
@@ -262,8 +262,8 @@ class Reader:
             sums[:, self._index, num_totals + rank] = counts["idle_passes"]
         if not dispatcher.counts_kept:
             counts["kept_E"].zero_()
-        # No other rank routes this rank's tokens, or it is the first. A store has room for the rows
-        # of all sources, whatever tokens they share.
+        # Count tokens once: no other rank routes them, or this rank is the first that does. With a
+        # store count all sources, because its room is for the rows of all.
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         if first or dispatcher.config.sequence_parallel or self.settings.shares_per_token:
             sums[:, self._index, :num_totals] = totals
@@ -283,7 +283,7 @@ class Reader:
         )
 
     def take_largest(self, copy: Copy) -> None:
-        """Keep the largest needs of a copy, which are not in a later one."""
+        """Keep the largest needs of a copy, which no later copy includes."""
         if copy.arrived is not None:
             copy.arrived.synchronize()
         self._largest = np.maximum(self._largest, copy.largest.numpy())
@@ -323,13 +323,14 @@ class Reader:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings:
-    """Settings of a layer, for ranks without one; all but factors are alike in a model's layers.
+    """Settings of a layer, which ranks without layers need, too.
+
+    Only the factor and `shares_per_token` differ between the layers of a model.
 
     Attributes:
         num_totals: W, without the idle passes.
-        shares_per_token: rows in balance, for each token, of what shares the layer's room; 0 where
-            rows lie in cells. It may differ between layers.
-        packed: whether the experts are packed, which could have a store.
+        shares_per_token: that of the layer's dispatcher; 0 for cells.
+        packed: whether the experts are packed, so that they can have a store.
     """
 
     config: DispatchConfig
@@ -340,7 +341,7 @@ class LayerSettings:
 
     @classmethod
     def of(cls, layer: Any) -> "LayerSettings":
-        """Return those of a MoELayer."""
+        """Return the settings of a MoELayer."""
         dispatcher = layer.token_dispatcher
         return cls(
             config=dispatcher.configs.training,
@@ -357,10 +358,10 @@ def padded_moe_layers(chunks: list[Any]) -> dict[int, Any]:
 
 
 def by_number(layers: Iterable[Any]) -> dict[int, Any]:
-    """Return MoE layers by `number_in_model`; those without a free number follow, in their order.
+    """Return MoE layers by `number_in_model`; layers without a number of their own come last.
 
-    A layer that no transformer layer surrounds has none. Those of a hybrid stack that predict
-    different tokens share theirs.
+    A layer outside of a transformer layer has no number. The layers of a hybrid stack that predict
+    different tokens share one.
     """
     found: dict[int, Any] = {}
     others = []

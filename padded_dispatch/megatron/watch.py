@@ -1,11 +1,11 @@
-"""Say what steps drop, in a training loop that has no `Telemetry`.
+"""Log what steps drop, in a training loop that has no `Telemetry`.
 
-Routers, or guards of graphs, show each pass to `see_pass`, so a loop needs no line for it. A step
-ends where the first layer's input gets its last gradient, or behind the replay of a CUDA graph that
-is the whole step; else where the next step begins. Then the counters are read, and summed over the
-ranks that split these layers' experts, which make the same passes; of replicas the first speaks,
-for itself. The copy is looked at once it has arrived, in a later pass or at the end of the process:
-nothing waits for it.
+Routers, or guards of graphs, call `see_pass` for each pass, so a loop needs no line for it. A step
+ends when the first layer's input gets its last gradient, or after the replay of a CUDA graph of the
+whole step; if neither is seen, when the next step begins. Then the counters are read, and summed
+over the ranks of these layers' expert-parallel and expert-tensor-parallel groups, which make the
+same passes. Of several replicas, the first logs its own counts. The host looks at the copy once it
+has arrived, in a later pass or at the end of the process, so nothing waits for it.
 """
 
 import atexit
@@ -23,10 +23,10 @@ from padded_dispatch.utils.phases import trains
 
 
 class Watch:
-    """Reader of what layers that share their groups drop, in the ranks of these groups.
+    """Reader of the drops of layers with the same groups, over the ranks of these groups.
 
     Args:
-        first: the layer whose passes count, a MoELayer; others may join in its first step.
+        first: the MoELayer whose passes make up the steps; others may join in its first step.
     """
 
     def __init__(self, first: Any) -> None:
@@ -41,15 +41,15 @@ class Watch:
         self.say()
 
     def takes(self, layer: Any) -> bool:
-        """Return whether a layer may join: of the same config and groups, in the first step."""
+        """Return whether a layer may join: it has the same config and group, in the first step."""
         first, ep_group = self.layers[0], layer.token_dispatcher.ep_group
         same = layer.config is first.config and ep_group is first.token_dispatcher.ep_group
         return same and self.steps == 0
 
     def see_pass(self, hidden_states: Any) -> None:
-        """Count a pass of the first layer that trains, of two of recompute the second.
+        """Count a training pass of the first layer; of a recomputed pass, only the second run.
 
-        Megatron may announce one twice, with one input.
+        A pass may be announced twice, with the same input.
         """
         if self._input() is hidden_states or capturing() or not trains():
             return
@@ -57,8 +57,8 @@ class Watch:
         self._end_step_of_passes()
         self._left = (self._left or _num_passes(self.layers[0].config)) - 1
         if self._left == 0 and hidden_states.requires_grad:
-            # A graph keeps its input, and a layer its graph: a hook that kept the layer would keep
-            # all three, and NCCL, which waits for graphs that captured it, would never end.
+            # A graph keeps its input, and a layer its graph. A hook that kept the layer would keep
+            # all three alive, and NCCL would wait forever for the end of a graph that captured it.
             me = weakref.ref(self)
 
             def end_step(grad: Any) -> None:
@@ -69,12 +69,12 @@ class Watch:
         self.say()
 
     def _end_step_of_passes(self) -> None:
-        """End the step, if it has had all its passes and did not end before."""
+        """End the step, if all its passes have begun and it has not ended yet."""
         if self._left == 0:
             self.end_step()
 
     def end_step(self) -> None:
-        """Start a read of what the step dropped, unless a loop follows `on_overflow` itself."""
+        """Start a read of what the step dropped, unless the loop applies `on_overflow` itself."""
         self.steps += 1
         self._left = None
         dispatcher = self.layers[0].token_dispatcher
@@ -82,7 +82,7 @@ class Watch:
         if follows or dispatcher.configs.controlled:
             return
         if self._reader is None:
-            # Not replicas, which may take other numbers of micro-batches.
+            # Replicas are left out: they may run another number of micro-batches.
             groups = dispatcher.ep_group, dispatcher.tp_group
             local = by_number(self.layers)
             self._reader = Reader(
@@ -97,7 +97,7 @@ class Watch:
         self.say()
 
     def say(self) -> None:
-        """Log what the readings that have arrived say."""
+        """Log the readings that have arrived and have drops."""
         while self._pending:
             arrived = self._pending[0].arrived
             if arrived is not None and not arrived.query():
@@ -106,9 +106,9 @@ class Watch:
             self._reader.follow(self._reader.finish(self._pending.popleft()))
 
 
-# Dispatchers keep them alive. In the order in which they were made, as on the other ranks.
+# All watches, in the order of their creation, which is equal on all ranks. Dispatchers keep them.
 _watches: "weakref.WeakKeyDictionary[Watch, None]" = weakref.WeakKeyDictionary()
-_last: list[weakref.ref[Watch]] = []  # Where the next layer may join.
+_last: list[weakref.ref[Watch]] = []  # The watch that the next layer may join.
 
 
 def see_pass(moe: Any, hidden_states: Any) -> None:
@@ -128,10 +128,10 @@ def see_pass(moe: Any, hidden_states: Any) -> None:
 
 
 def see_iteration() -> None:
-    """Let watches see that a graph of a whole step, of which a process has one, was replayed."""
+    """End the step of all watches after the replay of the process's graph of a whole step."""
     for watch in list(_watches):
         if captures_iteration(watch.layers[0].config):
-            watch.steps += watch._left == 0  # An eager step before, if no hook has ended it.
+            watch.steps += watch._left == 0  # The eager step before, if no hook has ended it.
             watch.end_step()
 
 
@@ -142,9 +142,9 @@ def _say_last() -> None:
 
 
 def _num_passes(config: Any) -> int:
-    """Return the passes of a layer in a step; 1 in a loop that has not told Megatron.
+    """Return the passes of a layer in a step; 1 if the loop has not set Megatron's calculator.
 
-    A router sees each part of a sequence that its layer takes in parts, a guard the layer.
+    If a layer takes a sequence in parts, its router sees each part, and a guard only the layer.
     """
     parts = getattr(config, "mlp_chunks_for_training", None) or 1
     try:

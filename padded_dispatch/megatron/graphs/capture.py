@@ -5,8 +5,8 @@ captures the parts of every layer that the config's graph scopes name. `Iteratio
 Megatron's FullCudaGraphWrapper: it captures all forward and backward passes of a step, and the
 reduction of gradients, as one graph. Both need Transformer Engine's random state tracker
 (`te_rng_tracker=True`) and a training stream other than the default one, made current before the
-model is built. Before a capture both check what Megatron's training script checks and a plain loop
-does not. `padded_dispatch/megatron/RECIPES.md` has such a loop.
+model is built. Before a capture both run the checks of Megatron's training script that a plain loop
+lacks. `padded_dispatch/megatron/RECIPES.md` has such a loop.
 """
 
 import functools
@@ -86,10 +86,11 @@ class LayerGraphs:
         self._chunks = chunks
         helper: Any = cuda_graphs.TECudaGraphHelper
         given = chunks, config, seq_length, micro_batch
-        # It captures once, and takes its numbers of chunks for the model's if it is used again.
+        # A helper captures once: its capture overwrites `num_model_chunks`, which a second one
+        # would take for the model's.
         self._make_helper = functools.partial(helper, *given, optimizers=list(optimizers))
         self._helper = self._make_helper()
-        # A stage of a pipeline may have none, such as one of dense layers with scope `moe`.
+        # Sum over all ranks: a pipeline stage may have none, such as one of dense layers alone.
         num_layers = torch.tensor(len(self._helper.flattened_callables), device=device_of(chunks))
         dist.all_reduce(num_layers)
         require(
@@ -103,13 +104,12 @@ class LayerGraphs:
     def capture(self) -> None:
         """Warm up and capture. Call it between training steps.
 
-        Clears gradients and Megatron's MoE metrics, as Megatron's capture does; restores random
-        states. Counters go back, too.
+        It clears gradients and Megatron's MoE metrics, as Megatron's own capture does. It restores
+        random states and the counters of layers.
         """
         if MoEAuxLossAutoScaler.main_loss_backward_scale is None:
-            # Before the first step. Without this the first layer would create the scale as a
-            # scalar, which Megatron's schedules cannot set in place; and graphs read it from its
-            # present address.
+            # No step has run. The first layer would create the scale as a scalar, which Megatron's
+            # schedules cannot set in place; and graphs read the scale at its present address.
             MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device_of(self._chunks)))
         hooked = [
             chunk
@@ -123,7 +123,7 @@ class LayerGraphs:
             with explain_out_of_memory():
                 if self._helper.flattened_callables:
                     self._helper.create_cudagraphs()
-                else:  # 0.16 would capture a list of no layers.
+                else:  # `create_cudagraphs` of 0.16 would capture an empty list of layers.
                     self._helper._finish_capturing(self._helper._start_capturing())
         finally:
             guard.end_capture()
@@ -131,7 +131,7 @@ class LayerGraphs:
             states.restore()
             for chunk in hooked:
                 chunk.enable_forward_pre_hook()
-        # The eager steps before had other memory than the graphs.
+        # Free the memory of the eager steps: the graphs have their own.
         guard.release_stores(guard.padded_layers(self._chunks), captured=False)
         if hooked:
             self._helper.cuda_graph_set_manual_hooks()
@@ -165,7 +165,8 @@ class IterationGraph:
         self.wrapped: Any = FullCudaGraphWrapper(
             get_forward_backward_func(), cuda_graph_warmup_steps=config.cuda_graph_warmup_steps
         )
-        # Before 0.18, the loader's own stream copies batches without waiting for them.
+        # Before 0.18, `StaticBufferLoader` copies a batch on its own stream without waiting until
+        # the batch is complete.
         self.wrapped.static_loader.stream = torch.cuda.current_stream()
         self._layers: list[Any] = []
         self._sizes: tuple[Any, ...] = ()
@@ -225,7 +226,7 @@ def release(helper: Any) -> None:
 
 @contextmanager
 def explain_out_of_memory() -> Iterator[None]:
-    """Add to an out-of-memory error how graphs need less."""
+    """Add to an out-of-memory error what makes graphs need less."""
     before = torch.cuda.memory_allocated()
     try:
         yield

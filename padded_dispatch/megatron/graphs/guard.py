@@ -1,21 +1,22 @@
 """Raise if a setting that is baked into a captured CUDA graph has changed since the capture.
 
-A captured layer runs no Python: it keeps the shape, capacity, train/eval mode and config of its
-capture, and copies its input into the captured one, by broadcast if need be. So the guard records
-what each layer's graph depends on when Megatron captures it, and compares before each replay. What
-the passes of a capture count is put back. Layers without a padded dispatcher are left alone.
+A replay runs no Python. It keeps the shape, capacity, train/eval mode and config of the capture,
+and copies its input into the captured one, which broadcasts an input of another shape. So the guard
+records what each layer's graph depends on when Megatron captures it, and compares before each
+replay. It also restores the counters, which count the passes of a capture. Layers without a padded
+dispatcher are left alone.
 
-With `cuda_graph_impl="local"` Megatron captures by itself at the end of the first step. What it
-gets wrong for models with our dispatcher is corrected here:
+With `cuda_graph_impl="local"` Megatron captures by itself at the end of the first step. The guard
+corrects three defects for our models (D22, D23: `padded_dispatch/megatron/README.md`):
 
-- Stock replays the graph of a training step in evaluation; here evaluation is eager. Text
-  generation keeps its graphs; the layer learns that it generates before it is captured.
-- A layer's input stays in its buffer, which others may use in 0.16 while backward reads it (D22).
-- For scope `moe`, Megatron captures nothing of a GPTModel's layers and says nothing. Refused.
+- In evaluation stock replays the graph of a training step (D23); here evaluation is eager. Text
+  generation keeps its graphs: `_see` marks a layer that generates before it is captured.
+- In 0.16 and 0.17 other tensors reuse a layer's input buffer while backward still reads it (D22).
+- With scope `moe`, Megatron silently captures nothing of a GPTModel's layers; the guard raises.
 
-A graph of `local` or of a whole iteration reads the padding mask among its inputs, so there must be
-one in each step or in none. What a later batch lacks, Megatron's loader leaves in memory as it was,
-so the loader is guarded for all models.
+Graphs of `local` and of a whole iteration have the padding mask among their inputs, so either all
+steps have a mask or none has. If a batch lacks it, `StaticBufferLoader` leaves the mask of an
+earlier batch in memory, so the loader is guarded for all models.
 """
 
 import atexit
@@ -49,14 +50,14 @@ _FIELDS = *MOE_FIELDS, "fp8", "fp8_recipe", "fp4", "fp4_recipe"
 _read_fields = operator.itemgetter(*_FIELDS)
 _NAMES = ("training", "dispatch_config", *_FIELDS)
 _NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatches", *_NAMES)
-# What graphs depend on: as `_state_of_call`, or of `local` ones the padding mask and `state_of`.
+# What a layer's graphs depend on: `_state_of_call`; for `local` ones `_mask_of` and `state_of`.
 _captured: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
-# Copies of what layers had counted before Transformer Engine captured them, until the capture ends.
+# Copies of the layers' counters from before Transformer Engine's capture, until the capture ends.
 _counted: WeakKeyDictionary[Any, Copies] = WeakKeyDictionary()
 
 
 def install(config: Any) -> None:
-    """Wrap what guards the layers of a config, before they are built; others stay as they are."""
+    """Wrap what the guard needs of Megatron for a config, before its layers are built."""
     if config.cuda_graph_impl != "none":
         PATCHED.wrap(TransformerLayer, "__call__", _wrap_call)
     if config.cuda_graph_impl == "local":
@@ -64,9 +65,9 @@ def install(config: Any) -> None:
     if captures_iteration(config):
         PATCHED.wrap(StaticBufferLoader, "__call__", _wrap_loader)
         PATCHED.wrap(FullCudaGraphWrapper, "__call__", _wrap_iteration)
-        # Megatron-LM leaves the graph of a step to the end of Python. If the graph holds
-        # collectives, NCCL waits there for its end: https://github.com/pytorch/pytorch/issues/115388
-        atexit.unregister(forget_iterations)  # Every layer installs.
+        # Megatron-LM keeps the graph of a step until Python exits. If it holds collectives, NCCL
+        # waits there until it is deleted: https://github.com/pytorch/pytorch/issues/115388
+        atexit.unregister(forget_iterations)  # Register once: each layer calls this.
         atexit.register(forget_iterations)
     if config.overlap_moe_expert_parallel_comm:
         adapted = functools.partial(schedule.adapted, _replay)
@@ -80,9 +81,9 @@ def padded_layers(chunks: list[Any]) -> list[Any]:
 
 
 def release_stores(layers: list[Any], *, captured: bool) -> None:
-    """Free rows of stores that eager passes have left, or, if `captured`, graphs that are deleted.
+    """Free memory of the layers' stores: that of eager passes, or that of deleted graphs.
 
-    `layers`: the result of `padded_layers`.
+    `layers`: the result of `padded_layers`. `captured`: True for the memory of graphs.
     """
     stores = {id(store): store for layer in layers if (store := layer.mlp.token_dispatcher.store)}
     for store in stores.values():
@@ -103,9 +104,9 @@ def forget_iterations() -> None:
 def state_of(layer: Any) -> tuple[Any, ...]:
     """Return mode, capacity and config of a padded layer, by `_NAMES`; the input is not included.
 
-    Two of them compare in a microsecond, as long as they hold the same objects.
+    Two states compare in a microsecond, as long as they hold the same objects.
     """
-    moe = layer.mlp  # A search in the module, unlike attributes of the dispatcher.
+    moe = layer.mlp  # Read once: a module's look-up of a submodule is slow.
     dispatcher = moe.token_dispatcher
     configs, experts = dispatcher.configs, dispatcher.experts
     return (
@@ -116,7 +117,7 @@ def state_of(layer: Any) -> tuple[Any, ...]:
 
 
 def check_layers(layers: list[Any], states: list[tuple[Any, ...]]) -> None:
-    """Raise if the state of a layer is another one than before; see `check_unchanged`."""
+    """Raise if the state of a layer differs from its entry in `states`; see `check_unchanged`."""
     names: list[str] = []
     captured, changed = (), ()
     for layer, before in zip(layers, states, strict=True):
@@ -127,7 +128,7 @@ def check_layers(layers: list[Any], states: list[tuple[Any, ...]]) -> None:
 
 
 def check_unchanged(names: Sequence[str], captured: tuple[Any, ...], now: tuple[Any, ...]) -> None:
-    """Raise if anything that a graph depends on, by the names given, has changed since its capture.
+    """Raise if a value that a graph depends on has changed since the capture.
 
     Raises:
         ValueError: names everything that differs, with both values.
@@ -176,7 +177,7 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _see(layer: Any, moe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note what a pass of a padded layer has, eager or not; raise if Megatron captures none."""
+    """Record the inputs of a padded layer's pass, eager or not; raise if no graph can be made."""
     impl = layer.config.cuda_graph_impl
     asked = impl == "local" and "moe" in graph_scopes(layer.config)
     require(
@@ -196,7 +197,7 @@ def _see(layer: Any, moe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _capture(layer: Any, capture: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Let Transformer Engine capture a layer, and keep what its graphs depend on."""
+    """Let Transformer Engine capture a layer, and record what its graphs depend on."""
     hidden_states = _hidden_states(args, kwargs)
     _captured[layer] = _state_of_call(layer, hidden_states, get_num_microbatches())
     if layer not in _counted:
@@ -206,7 +207,7 @@ def _capture(layer: Any, capture: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def end_capture() -> None:
-    """Put back what Transformer Engine's capture has counted, and free what it kept in stores."""
+    """Restore the counters from before Transformer Engine's capture; free its rows in stores."""
     for counted in _counted.values():
         counted.restore()
     release_stores(list(_counted), captured=False)
@@ -219,8 +220,8 @@ def _replay(layer: Any, replay: Callable[..., Any], *args: Any, **kwargs: Any) -
     captured = _captured.get(layer)
     if captured is None:
         return replay(*args, **kwargs)
-    # One graph serves all microbatches, because each ends before the next one starts.
-    # A pipeline has a graph for each microbatch, captured in the order of its schedule.
+    # Without a pipeline one graph serves all microbatches: one ends before the next one starts. A
+    # pipeline has a graph for each microbatch, captured in the order of its schedule.
     num_graphs = len(layer.cuda_graphs)
     num_microbatches = captured[2] if num_graphs == 1 else get_num_microbatches()
     now = _state_of_call(layer, _hidden_states(args, kwargs), num_microbatches)
@@ -249,7 +250,7 @@ def _check_local(layer: Any, kwargs: dict[str, Any]) -> None:
 def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def clean_create(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        captured = runner.base_module  # Some have no config, a sampler for example.
+        captured = runner.base_module  # It may lack a config, as a sampler does.
         if not is_ours(getattr(captured, "config", None)):
             return create(runner, *args, **kwargs)
         logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
@@ -257,7 +258,7 @@ def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
             patches.callback(Copies(counting_tensors(captured)).restore)
             patches.callback(put_logged_back, logged)
             if FREES_GRAPH_INPUTS:
-                # All that a forward's capture gives back to this pool are buffers of inputs.
+                # Keep buffers of inputs out of this pool (D22); a forward inserts no others.
                 patches.set(_CudagraphGlobalRecord.tensor_reuse_pool, "insert", lambda buffer: None)
             return create(runner, *args, **kwargs)
 
@@ -270,7 +271,7 @@ def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
         held, graph = loader.static_buffers[stage], FullCudaGraphWrapper.cuda_graph[stage]
         if microbatch < len(held):
             batch, before = inputs[0] if isinstance(inputs, tuple) else inputs, held[microbatch]
-            # What a batch lacks, the loader leaves as it was.
+            # If the batch lacks a mask, the loader keeps the earlier one.
             keeps = before.get("padding_mask") is not None and "padding_mask" not in batch
             if keeps or graph is not None:
                 check_unchanged(["padding_mask"], (_mask_of(before),), (_mask_of(batch),))
@@ -283,7 +284,7 @@ def _wrap_iteration(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def seen_iteration(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         results = run(wrapper, *args, **kwargs)
-        # Not in the loader, which ranks without data do not call: reading a step is collective.
+        # Not in the loader: reading counters is collective, and ranks without data do not load.
         if not kwargs["forward_only"] and wrapper.cuda_graph["training"] is not None:
             watch.see_iteration()
         return results
