@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-# The function that reads a command's line, the one that runs what it returns, and its help. Reading
-# takes no torch: `--help` and a typo end there, before the command is imported.
+# By command: the function that reads the command line, the function that runs with the result, and
+# the help text. Reading does not import torch, so `--help` and a typo need not wait for it.
 _COMMANDS = {
     "train": (
         "train.arguments:read",
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(command, help=help, add_help=False)
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name.startswith("-"):
-        parser.parse_known_args([name])  # It ends for --help and --version.
+        parser.parse_known_args([name])  # It exits for --help and --version.
         parser.error(f"COMMAND must come first, got {name!r}; see --help")
     if name not in _COMMANDS:
         similar = difflib.get_close_matches(name, _COMMANDS, n=1)
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except SystemExit as end:
         if argv is None and isinstance(end.code, int):
-            # An interpreter that has imported torch takes seconds to end, on a busy machine many.
+            # An interpreter that has imported torch takes seconds to exit.
             sys.stdout.flush()
             os._exit(end.code)
         raise

@@ -1,7 +1,7 @@
 """The flags of `padded-dispatch bench`.
 
-`--help` and a typo import no torch, so defaults that depend on the machine come later, from
-`command.resolve`.
+This module does not import torch, so `--help` and a typo need not wait for it. `command.resolve`
+adds the defaults that depend on the machine.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from padded_dispatch.utils.flags import Parser
 
 
 def read_bench(argv: list[str]) -> argparse.Namespace:
-    """Return the flags of `padded-dispatch bench`, and the line as `command`."""
+    """Return the flags of `padded-dispatch bench`, and the whole command line as `command`."""
     parser = Parser(
         prog="padded-dispatch bench",
         usage="padded-dispatch bench [FLAGS]",

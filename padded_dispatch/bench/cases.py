@@ -23,8 +23,8 @@ MODELS = {
     **SHAPES,
 }
 
-# Variants of ours. "auto" is the dispatcher's word alone, "cells" the same without a store; the
-# others fix experts, and collectives.
+# Variants of our dispatcher. "auto" has default options, "cells" the same with cells in place of a
+# store. The other two fix the experts, and exchange rows over collectives.
 OPTIONS = {
     "auto": PaddedOptions(),
     "cells": PaddedOptions(capacity_pool="expert"),
@@ -32,10 +32,10 @@ OPTIONS = {
     "packed": PaddedOptions(experts="packed", exchange="alltoall"),
 }
 
-# Where gradients of parameters go. "none": nowhere, each pass starts without them. "fused": to fp32
-# buffers; experts' products add theirs, with `gradient_accumulation_fusion`, and the others are
-# added after the pass, as Megatron's DDP does. "first": the same in a step's first micro-batch,
-# where packed experts store theirs.
+# Where gradients of parameters go. "none": into `grad`, and each pass starts without them. "fused":
+# into fp32 buffers; with `gradient_accumulation_fusion` the experts' GEMMs add theirs, and the
+# others are added after the pass, as by Megatron's DDP. "first": the same in a step's first
+# micro-batch, in which packed experts store theirs instead of adding them.
 MainGrad = Literal["none", "fused", "first"]
 
 
@@ -59,7 +59,7 @@ class Contender:
 
     @property
     def drops(self) -> bool:
-        """It has a capacity; a contender without one runs once for all capacity factors."""
+        """True if it has a capacity; a contender without one runs once for all factors."""
         return self.name != "stock-dropless"
 
 
@@ -77,11 +77,11 @@ CONTENDERS |= {
     for key in ("drop-pad", "auto", "packed")
 }
 
-# The standard deviation of the experts' log popularity, which is alike on all ranks; with "hot"
-# every token asks for expert 0, too.
+# The standard deviation of the experts' log popularity, which is the same on all ranks. With "hot",
+# popularity is equal, but every token asks for expert 0.
 SKEWS = {"uniform": 0.0, "lognormal-0.6": 0.6, "lognormal-1.0": 1.0, "hot": 0.0}
 
-# What the table of the top README holds, by flags.
+# The flags that measure the table of the top README.
 README_FLAGS: dict[str, Any] = {
     "models": ["qwen3-30b-a3b", "gpt-oss-20b"],
     "tokens": [4096],
@@ -126,7 +126,7 @@ class Case:
         return MODELS[self.model]
 
     def dispatch_config(self) -> DispatchConfig:
-        """Return the cells of stock; C = T where nothing is dropped."""
+        """Return the config of stock's cells; C = T if nothing is dropped."""
         factor = NO_DROP if self.capacity_factor is None else self.capacity_factor
         return DispatchConfig(
             num_experts=self.shape.num_experts,

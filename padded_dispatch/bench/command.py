@@ -27,7 +27,7 @@ from padded_dispatch.utils.launch import show, start_workers
 from padded_dispatch.utils.results import about, append_run, require_results
 
 _SHOWN_KERNELS = 24
-_VOTE = datetime.timedelta(minutes=2)  # until the errors of all ranks of a case are known
+_VOTE = datetime.timedelta(minutes=2)  # limit for gathering the errors of all ranks of a case
 
 
 def main(given: argparse.Namespace) -> int:
@@ -135,8 +135,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure one case and return its row of a results file; a collective call.
 
-    A case has failed if it failed on any rank of the group `votes`. Where the others wait for that
-    rank, its error ends the run once the group's time is up.
+    A case has failed if it failed on any rank of the group `votes`. If the other ranks wait for
+    that rank inside the layer, its error ends the run after the time limit of `votes`.
     """
     started = time.monotonic()
     contender = CONTENDERS[case.contender]
@@ -156,7 +156,7 @@ def measure(
         row |= _figures(case, flags, settings, device)
     except Exception as error:  # the other contenders can still be measured
         row["error"] = f"{type(error).__name__}: {error}"[:500]
-        dist.all_gather_object(errors, row["error"], group=votes)  # Its own error is the context.
+        dist.all_gather_object(errors, row["error"], group=votes)  # `error` stays its context.
     else:
         dist.all_gather_object(errors, row["error"], group=votes)
         row["error"] = next(filter(None, errors), None)
@@ -193,7 +193,7 @@ def _figures(
         gpu = torch.cuda.get_device_name(device)
         floor = roofline(kept_SE, case.shape, gpu, main_grad=case.main_grad != "none")
     kernels = kernels_ms(passes.run, device) if settings.phases else {}
-    shown: dict[str, float] = {}  # Some names differ behind the part that is kept.
+    shown: dict[str, float] = {}  # Names that are cut to the same text share an entry.
     for name, ms in list(kernels.items())[:_SHOWN_KERNELS]:
         shown[name[:120]] = round(shown.get(name[:120], 0) + ms, 4)
     return {
@@ -209,7 +209,7 @@ def _figures(
 
 
 def _demand(case: Case, data: list[Batch]) -> Tensor:
-    """Return the rows asked for in each batch, int64 [batches, S, E], by source of this group."""
+    """Return the rows that each source of this group asks for in each batch, int64 [B, S, E]."""
     counts = []
     for batch in data:
         chosen_TK = batch.logits[:, 0].topk(case.shape.top_k).indices
@@ -221,9 +221,10 @@ def _demand(case: Case, data: list[Batch]) -> Tensor:
 
 
 def _kept(case: Case, layer: RoutedLayer, passes: Passes, demand_BSE: Tensor) -> Tensor:
-    """Return the rows that a pass computes, a mean of all batches, [S, E].
+    """Return the rows that a pass computes, the mean of all batches, [S, E].
 
-    Stock's follow from its cells. Ours were counted; all sources of an expert lose the same share.
+    Those of stock follow from its cells. Ours are counted by expert, and each source is taken to
+    lose the same share of an expert's rows.
     """
     counters = getattr(layer.layer.token_dispatcher, "counters", None)
     if counters is None:

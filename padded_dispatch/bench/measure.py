@@ -2,13 +2,13 @@
 
 Copying a batch into the static inputs is part of the measured time, for all contenders alike.
 
-Phases come from kernel names, since a graph has no Python to ask. A name says what a kernel does,
-not for which stage it runs. `gather` therefore means tokens into rows: the forward pass of dispatch
-and the backward pass of combine. `combine` means the sum over rows: the forward pass of combine
-and the backward pass of dispatch. `exchange` includes the time that a collective or a barrier waits
-for its peers. `gemm` includes rows that go home from inside a product. `copies` fill a graph's
-inputs. `router` has scores and top-k; its GEMMs are in `gemm`. `other` is every name that matches
-no phase: sums, fused element-wise code.
+Phases come from kernel names, since a replay runs no Python that could mark them. A name shows what
+a kernel does, not for which step of the layer it runs. `gather` therefore means tokens into rows:
+the forward pass of dispatch and the backward pass of combine. `combine` means the sum over rows:
+the forward pass of combine and the backward pass of dispatch. `exchange` includes the time that a
+collective or a barrier waits for its peers. `gemm` includes the stores of rows to their home ranks
+from inside a GEMM. `copies` includes those into a graph's inputs. `router` has scores and top-k;
+its GEMMs are in `gemm`. `other` is every name that matches no phase: sums, fused element-wise code.
 
 Shape suffixes: T tokens of this rank, E experts. Tokens and logits have a batch axis of 1 between,
 as Megatron's layers expect.
@@ -153,7 +153,7 @@ class Passes:
 
     @torch.no_grad()
     def _add_gradients(self) -> None:
-        # A replayed graph does not set the flag: with "fused" it stays what the capture made it.
+        # A replay does not set the flag: with "fused" it keeps its value from the capture.
         for parameter in self._parameters:
             if parameter.grad is not None and not parameter.grad_added_to_main_grad:
                 parameter.main_grad += parameter.grad
@@ -224,7 +224,7 @@ def timed(run: Callable[[int], object], *, iterations: int, device: torch.device
 
 
 def _slowest(numbers: list[float], device: torch.device) -> list[float]:
-    """Return the largest of all ranks for each of the numbers."""
+    """Return the maximum over all ranks of each number."""
     slowest = torch.tensor(numbers, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return [round(number, 4) for number in slowest.tolist()]
@@ -255,7 +255,7 @@ def phase_of(kernel: str) -> str:
 
 
 def phases_ms(kernels_ms: dict[str, float]) -> dict[str, float]:
-    """Sum milliseconds by kernel to milliseconds by phase, in the order of the work."""
+    """Return the milliseconds of each phase, the sums of its kernels, in the order of `_PHASES`."""
     sums = dict.fromkeys((*_MATCHES, "other"), 0.0)
     for kernel, ms in kernels_ms.items():
         sums[phase_of(kernel)] += ms
@@ -277,20 +277,20 @@ def _synchronize(device: torch.device) -> None:
 def sm_mhz(device: torch.device) -> int | None:
     """Return the clock of the GPU's multiprocessors now; None on CPUs and without NVIDIA's library.
 
-    A rate means little without it: under load an H200 meets its power cap, and its clock falls from
-    1,980 MHz by a quarter. `nvidia-smi` would take longer than what is measured.
+    A time means little without it: under load an H200 meets its power cap, and its clock falls from
+    1,980 MHz by a quarter. Calling `nvidia-smi` would take longer than the measured work.
     """
     return _ask(device, "nvmlDeviceGetClockInfo", ctypes.c_uint(), _SM_CLOCK)
 
 
 def joules(device: torch.device) -> float | None:
-    """Return the energy that the GPU has used since the driver was loaded; None as `sm_mhz`."""
+    """Return the GPU's energy since the driver was loaded; None where `sm_mhz` is None."""
     found = _ask(device, "nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong())
     return None if found is None else found / 1e3
 
 
 def _ask(device: torch.device, function: str, answer: Any, *arguments: int) -> int | None:
-    """Return what a function of NVIDIA's library writes into `answer`, a number of C."""
+    """Return what a function of NVIDIA's library writes into `answer`, a ctypes number."""
     if device.type != "cuda":
         return None
     found = _nvml(torch.cuda.current_device() if device.index is None else device.index)
@@ -303,7 +303,7 @@ def _ask(device: torch.device, function: str, answer: Any, *arguments: int) -> i
 
 @functools.cache
 def _nvml(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
-    """Return the library and its handle of a GPU, which torch numbers otherwise than the driver."""
+    """Return NVIDIA's library and its handle of torch's GPU `index`, by UUID; None without it."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

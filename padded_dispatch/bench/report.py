@@ -26,7 +26,7 @@ _COLUMNS = (
     *("contender", "CF", "dropped", "ms", "/ stock", "/ roofline", "sustained ms", "joules"),
     *("host ms", "GiB"),
 )
-HOST_BOUND = 0.8  # share of a time that the host takes, from which on it decides
+HOST_BOUND = 0.8  # share of host time in a pass above which the host is the bottleneck
 _GPU = "NVIDIA H200"
 _FLOP_PER_S = 790e12
 _MEMORY_BYTES_PER_S = 4.3e12
@@ -43,7 +43,7 @@ README_CONDITIONS = {
     "megatron-core": "0.19.0",
     "transformer-engine": "2.20.2",
 }
-# Names of the cases and contenders of `README_FLAGS`, in their order.
+# Names of the cases of `README_FLAGS` and, below, of its contenders, in their order.
 _README_LINES = (
     "MoE layer of Qwen3-30B-A3B",
     "with gradients added to fp32 buffers",
@@ -108,7 +108,7 @@ def line(row: dict[str, Any]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """Return all rows as text, one block per layer, layout and routing.
 
-    `(host)`: the host decides the time. `/ stock`: time divided by that of stock drop-and-pad with
+    `(host)`: the host is the bottleneck. `/ stock`: time divided by that of stock drop-and-pad with
     the same factor, precision and graph. `/ roofline`: time divided by the roofline. `sustained
     ms`, `joules`: see `Timing`. `GiB`: peak memory of tensors.
     """
@@ -169,7 +169,7 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def readme_table(rows: list[dict[str, Any]]) -> str | None:
-    """Return the Markdown table of one command's rows; None if it lacks a cell."""
+    """Return the README's table, in Markdown, of one command's rows; None if a cell is missing."""
     flags = README_FLAGS
     names = {"tokens": "tokens", "skew": "skews", "capacity_factor": "capacity_factors"}
     same = {name: flags[flag][0] for name, flag in names.items()}
@@ -193,7 +193,7 @@ def readme_table(rows: list[dict[str, Any]]) -> str | None:
 
 
 def differences(about: dict[str, Any]) -> str:
-    """Return in which conditions a run differs from the README's, as one line."""
+    """Return one line with the conditions in which a run differs from the README's."""
     here = {"machine": about["machine"], **about["versions"]}
     found = [
         f"{name} {here.get(name)}, there {value}"

@@ -1,7 +1,7 @@
 """The command lines of `padded-dispatch train` and `compare`: flags from the fields of `Settings`.
 
 Options of the padded dispatcher bring their own flags, texts and defaults (`PaddedOptions`). torch
-is imported only once the flags are parsed: `--help` and a typo do without it.
+is imported only after the flags are parsed, so `--help` and a typo need not wait for it.
 """
 
 import argparse
@@ -155,10 +155,10 @@ def read_factor(text: str) -> float | None:
 
 
 def read_compare(argv: list[str]) -> list[tuple[str, argparse.Namespace]]:
-    """Return the flags of each contender, with its own ones as text.
+    """Return each contender's own flags as text, and all its flags parsed.
 
-    A flag with several values behind a `--vs` stands for a contender with each value; several such
-    flags, for every combination, the last flag varying fastest.
+    A flag with several values behind a `--vs` makes a contender of each value. Several such flags
+    make one of every combination, the last flag varying fastest.
 
     Example: `--steps 9 --vs --graph layer --vs --seed 0 1` are the contenders `--graph layer`,
     `--seed 0` and `--seed 1`, each with `--steps 9`.
@@ -174,7 +174,7 @@ def read_compare(argv: list[str]) -> list[tuple[str, argparse.Namespace]]:
         else:
             parts[-1].append(word)
     common, *lists = parts
-    read(common, "compare")  # It ends for --help.
+    read(common, "compare")  # It exits for --help.
     fix = "add one, such as --vs --dispatcher allgather"
     require(lists, _SEPARATOR, len(lists), "be given at least once", fix)
     own = [flags for words in lists for flags in _every_combination(words)]

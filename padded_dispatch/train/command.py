@@ -4,8 +4,8 @@
         --vs --dispatcher alltoall \\
         --vs --graph layer --capacity-factor 1 1.25 2
 
-`compare` trains its contenders one after another in the same processes. What would stop a run is
-found before any worker starts. If one fails all the same, new processes train those after it.
+`compare` trains its contenders one after another in the same processes. Mistakes in the flags are
+found before any worker starts. If a contender fails, new processes train those after it.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def _start(runs: list[Settings], titles: list[str]) -> Any:
     """Check all runs and train them in the same workers; return the outcome of the last.
 
     Raises:
-        SystemExit: see `start_workers`. After a run that failed, those that are left have run.
+        SystemExit: see `start_workers`. If a run failed, it is raised once all others have run.
     """
     for settings in runs:
         _check(settings)
@@ -79,7 +79,7 @@ def _start(runs: list[Settings], titles: list[str]) -> Any:
             outcome = launch.start_workers(work, (*left, ended), num_workers=num_workers)
             break
         except SystemExit as end:
-            if end.code != 1 or ended.value == len(titles):  # a signal, or behind the last run
+            if end.code != 1 or ended.value == len(titles):  # a signal, or all runs have ended
                 raise
             failed.append(titles[ended.value])
             ended.value += 1
@@ -93,7 +93,8 @@ def _start(runs: list[Settings], titles: list[str]) -> Any:
 def work(runs: list[Settings], titles: list[str], ended: Any) -> Any:
     """Run a worker from start to end: one run after another; return the outcome of the last.
 
-    Consecutive runs with the same layout share Megatron's process groups. Rank 0 counts in `ended`.
+    Consecutive runs with the same layout share Megatron's process groups. `ended`: a counter of the
+    runs that have ended, which rank 0 increments.
     """
     import torch
     import torch.distributed as dist
@@ -130,7 +131,7 @@ def _check(settings: Settings) -> None:
         Windows(text, recipe.seq_length, recipe.seed)
     if output.out is not None:
         require_results("--out", output.out)
-    # As in the workers: without a GPU, `install` would warn.
+    # As in the workers; without a GPU, `install` would warn outside of `megatron_on_cpu`.
     on_cpu = megatron_on_cpu() if layout.device == "cpu" else contextlib.nullcontext()
     with on_cpu, padded_flags():
         transformer_config(settings)

@@ -50,19 +50,19 @@ from padded_dispatch.train.model import (
 from padded_dispatch.train.settings import Layout, Settings
 from padded_dispatch.utils.launch import show
 
-_EVALUATION_PASSES = 32  # per rank, at most about
+_EVALUATION_PASSES = 32  # most passes per rank, before rounding up to a multiple of `pp`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a run: its lines, and the mean loss on held-out text by step."""
+    """The result of a run: a row for each printed line, and the held-out loss by step."""
 
     rows: list[Row]
     evaluations: dict[int, float]
 
     @property
     def last_loss(self) -> float | None:
-        """The mean loss of the last ten lines; None if there is but the first step's."""
+        """The mean loss of the last ten lines; None if there is only the first step's line."""
         rows = self.rows[1:][-10:]
         return statistics.mean(row.loss for row in rows) if rows else None
 
@@ -115,7 +115,7 @@ class Trainer:
         """Return the mean loss over the first held-out samples, which are always the same."""
         recipe, layout = self.settings.recipe, self.settings.layout
         of_all = math.ceil(self.held_out.num_windows / (recipe.micro_batch * layout.dp))
-        # Megatron's interleaved schedule takes as many at a time as there are stages.
+        # Megatron's interleaved schedule runs micro-batches in groups of as many as stages.
         num_passes = math.ceil(min(_EVALUATION_PASSES, of_all) / layout.pp) * layout.pp
         for chunk in self.chunks:
             chunk.eval()
@@ -164,14 +164,14 @@ def train(settings: Settings, device: torch.device) -> Outcome:
         meter = Meter(settings, device)
         trainer = Trainer(settings, device)
         outcome = Outcome(rows=[], evaluations={})
-        # What the options came to; stock's dispatchers have none.
+        # The experts, exchange and pool in use; Megatron's dispatchers lack the attribute.
         chosen = getattr(moe_layers(trainer.chunks)[0].token_dispatcher, "chosen", {})
         if chosen:
             show(", ".join(f"{name}: {value}" for name, value in chosen.items()))
         with ExitStack() as ends:
             if dist.get_rank() == 0:
                 ends.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _stop))
-            # Also what a run had that ends early.
+            # Write also the figures of a run that ends early.
             given = outcome.rows, outcome.evaluations, chosen.get("capacity_pool")
             ends.callback(meter.write, *given)
             _run(trainer, meter, outcome, ends)
@@ -193,7 +193,7 @@ def _run(trainer: Trainer, meter: Meter, outcome: Outcome, ends: ExitStack) -> N
     telemetry = Telemetry(trainer.chunks, every=output.log_every) if ours else None
     tracer, rows, evaluations = _tracer(trainer), outcome.rows, outcome.evaluations
     if tracer:
-        ends.callback(tracer.close)  # Also behind a step that ends the run.
+        ends.callback(tracer.close)  # Also after a step that ends the run.
     for number in range(1, output.steps + 1):
         meter.add(trainer.step(number))
         if tracer:
@@ -241,7 +241,7 @@ def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, 
 
 def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss = losses.float().mean()
-    # Megatron divides the first in place by the number of passes.
+    # A copy, because Megatron divides the loss in place by the number of passes.
     return loss, {"loss": loss.detach().clone()}
 
 

@@ -27,7 +27,7 @@ _CONTENDERS = {
 
 
 def now() -> torch.cuda.Event:
-    """Return an event of now; on a CPU the one of `megatron_on_cpu`, which has the host's time."""
+    """Return an event that is recorded now; on a CPU `megatron_on_cpu`'s, with the host's time."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -37,8 +37,8 @@ def now() -> torch.cuda.Event:
 class Step:
     """A step: losses of this rank's passes, its learning rate, and when it began and ended.
 
-    `host_ms`: of the passes alone: the optimizer waits for the device. `retried`: whether it ran
-    twice; None if the run repeats no step.
+    `host_ms`: the host's time for the passes, without the optimizer, which waits for the device.
+    `retried`: whether it ran twice; None if the run repeats no step.
     """
 
     losses: list[Tensor]
@@ -53,8 +53,8 @@ class Step:
 class Row:
     """Figures of the steps since the row before, over all ranks.
 
-    `loss`: mean per byte, in nats. `step_ms`: mean. `dropped`: share of rows without a slot over
-    all MoE layers, of a step before it was repeated; None if the dispatcher does not count.
+    `loss`: mean per byte, in nats. `step_ms`: mean. `dropped`: share of rows over all MoE layers
+    that found no room, in the first run of a repeated step; None if the dispatcher does not count.
     `retried`: steps that ran twice because of drops; None if the run repeats none.
     """
 
@@ -96,7 +96,7 @@ def means_over_ranks(losses: list[list[Tensor]], device: torch.device) -> list[f
 class Meter:
     """Records the steps of a run.
 
-    Construct it before the model, whose peaks of memory are counted from then on.
+    Construct it before the model: it resets the peaks of memory on a GPU.
     """
 
     def __init__(self, settings: Settings, device: torch.device) -> None:

@@ -34,7 +34,7 @@ from padded_dispatch.megatron.compat import found, iteration_graph, layer_graphs
 from padded_dispatch.megatron.installer import install, uninstall
 from padded_dispatch.train.settings import VOCABULARY, Settings
 
-# Before a capture: libraries choose their algorithms, and Adam allocates its state.
+# Steps before a capture, in which libraries choose their algorithms, and Adam allocates its state.
 EAGER_STEPS = 3
 _WARM_UP = 20  # steps
 _BETAS = (0.9, 0.95)
@@ -55,10 +55,10 @@ def transformer_config(settings: Settings) -> TransformerConfig:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     if dispatch.dispatcher == "padded_alltoall":
         options = dispatch.padded
-        if options.eval_factor is None:  # Evaluation is eager, also beside an iteration graph.
+        if options.eval_factor is None:  # Evaluation is eager, also with an iteration graph.
             options = dataclasses.replace(options, eval_factor=FIT)
         install(options)
-    else:  # A contender before may have installed it.
+    else:  # An earlier contender may have installed it.
         uninstall()
     return TransformerConfig(
         num_layers=recipe.num_layers,
@@ -192,9 +192,9 @@ def _balancing(settings: Settings) -> dict[str, Any]:
 
 
 def fusions(settings: Settings) -> dict[str, Any]:
-    """Return Megatron's fused kernels, which production sets: on for all contenders if they exist.
+    """Return the fields of Megatron's fused kernels, which production sets, for all contenders.
 
-    On CPUs there are none.
+    Kernels that are not installed, or do not work with the settings, are off. CPUs have none.
     """
     if settings.layout.device == "cpu":
         return {}
@@ -207,9 +207,9 @@ def fusions(settings: Settings) -> dict[str, Any]:
             found("tensor_parallel.layers._grad_accum_fusion_available")
         ),
         # Megatron's fused quick-GEGLU creates a CUDA tensor from a number in every call (0.16.1 to
-        # 0.19.0, `weighted_bias_quick_geglu_impl`), which a capture forbids.
+        # 0.20, `weighted_bias_quick_geglu_impl`), which a capture forbids.
         "bias_activation_fusion": not (gpt_oss and captured),
-        # TEGroupedMLP raises if it comes with bias (0.16.1 to 0.19.0).
+        # The constructor of TEGroupedMLP raises if it is set with biases (0.16.1 to 0.20).
         "bias_dropout_fusion": not gpt_oss,
     }
 
@@ -219,7 +219,7 @@ def fp8_fields(settings: Settings) -> dict[str, Any]:
     recipe = settings.recipe.fp8
     if recipe == "none":
         return {}
-    # As Megatron's documentation gives them.
+    # The formats that Megatron's documentation recommends.
     return {"fp8": "e4m3" if recipe == "blockwise" else "hybrid", "fp8_recipe": recipe}
 
 

@@ -1,8 +1,8 @@
 """The settings of a training run: one frozen value, which every worker gets.
 
-Its groups are the command line's groups of flags (`padded_dispatch.train.arguments`), and of the
-`flags` of a results row. All settings are resolved and checked in the process that the user
-started, before any worker exists: a mistake costs one line and no traceback.
+Its groups are also the groups of flags on the command line (`padded_dispatch.train.arguments`), and
+in the `flags` of a results row. All settings are resolved and checked in the process that the user
+started, before any worker exists, so a mistake ends in one line without a traceback.
 
 `PRESETS` holds model shapes by name, each with defaults for training it.
 """
@@ -218,7 +218,7 @@ class Settings:
         return self.recipe.global_batch // (self.recipe.micro_batch * self.layout.dp)
 
     def flags(self) -> dict[str, Any]:
-        """Return what decides the figures of the run, as a row of a results file has it."""
+        """Return the settings that decide the figures of the run, for its row in a results file."""
         groups = {name: dataclasses.asdict(getattr(self, name)) for name in ("recipe", "layout")}
         dispatch = {**vars(self.dispatch), "padded": dataclasses.asdict(self.dispatch.padded)}
         return groups | {"dispatch": dispatch, "steps": self.output.steps}

@@ -26,17 +26,17 @@ def kept_bytes(
 ) -> int:
     """Return the bytes that packed experts of all layers keep for backward of a micro-batch.
 
-    Of each row, fc1's result, a probability and a home; of each choice of each source its row
-    and its probability; the tokens that arrived (D), as direct stores keep them with up to 8 ranks
-    that each have whole experts, else as collectives do. Recomputation, which would keep less, is
-    not considered.
+    They keep fc1's result, a probability and a home of each row; a row number and a probability of
+    each choice of each source; and the tokens that arrived (D). Tokens are counted as for direct
+    stores with up to 8 ranks that each have whole experts, else as for collectives. Recomputation,
+    which would keep less, is not considered.
 
     Args:
-        config: with the factor.
-        num_tokens: of a micro-batch, on this rank (T).
+        config: its capacity factor is used.
+        num_tokens: tokens of a micro-batch on this rank (T).
         hidden_size: width of a row (D).
-        fc1_width: of fc1's result for a row, of a whole expert: 2F where it is gated, else F.
-        num_layers: on this rank, which share a store.
+        fc1_width: width of fc1's result in a whole expert: 2F if gated, else F.
+        num_layers: layers on this rank, which share a store.
 
     Example: T = 4,096, K = 8, E = 128, R = 8, D = 2,048, F = 768 in bf16 at factor 1.25: 40,960
     rows of 3,084 bytes, 262,144 choices of 8 and 28,672 tokens of 4,096, 245.9 MB for each layer.

@@ -1,4 +1,4 @@
-"""Rows that sources asked of experts: all that a replay needs of a trace.
+"""Counts of the rows that sources asked of experts, from which a trace is replayed.
 
 Letters: T tokens of a source and micro-batch; K experts per token; E experts; R ranks of experts.
 """
@@ -18,8 +18,8 @@ class Demand:
     """Counts of rows. A pass is a micro-batch of a step in one group of source ranks.
 
     `run`: see `Trace`. `steps`: [passes]. `layers`: [layers], their numbers, ascending. `counts`:
-    [passes, layers, sources, experts], rows before anything is dropped. `trace`: what was counted,
-    None where only counts are known.
+    [passes, layers, sources, experts], rows before anything is dropped. `trace`: the trace that was
+    counted; None if only counts are known.
     """
 
     run: TracedRun
@@ -47,11 +47,11 @@ def demand_of(trace: Trace) -> Demand:
 
 
 def strike(trace: Trace, num_slots: int, num_ranks: int) -> NDArray[np.int32]:
-    """Count the rows that collectives send, like `Demand.counts`.
+    """Count the rows that collectives send, in the form of `Demand.counts`.
 
-    Of the tokens of a source that have experts on one rank, `num_slots` keep their rows there:
-    those with the largest sum of probabilities there, or the first ones, as `TracedRun.strikes`
-    says; see `exchange.collectives.Collectives.strike`.
+    Of the tokens of a source that have experts on one rank, `num_slots` keep their rows there.
+    `TracedRun.strikes` selects those with the largest sum of probabilities there, or the first
+    ones; see `exchange.collectives.Collectives.strike`.
     """
     ids_NTK = np.empty_like(trace.ids_NTK)
     per_rank = trace.run.num_experts // num_ranks
@@ -70,7 +70,7 @@ def strike(trace: Trace, num_slots: int, num_ranks: int) -> NDArray[np.int32]:
 
 
 def most_tokens(trace: Trace, num_ranks: int) -> int:
-    """Return the most tokens of a record with an expert on one rank."""
+    """Return the most tokens that have an expert on one rank, over all records and ranks."""
     per_rank = trace.run.num_experts // num_ranks
     rank_NTK = np.where(trace.ids_NTK < 0, -1, trace.ids_NTK // per_rank)
     return max(int((rank_NTK == rank).any(2).sum(1).max()) for rank in range(num_ranks))

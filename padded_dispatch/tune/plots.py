@@ -54,7 +54,7 @@ def svg(figure: "Figure") -> str:
 
 
 def dropped(study: Study) -> "Figure":
-    """Draw the share without room by factor: every layer, all layers, another pool, and balance."""
+    """Draw the share of rows without room by factor: each layer, all, other pools, in balance."""
     figure, axes = _figure(4.2)
     replay, drop = study.chosen.replay, study.chosen.drop
     of_layers = replay.layer_shares.T

@@ -1,13 +1,13 @@
 """Recommend a capacity factor: the smallest that leaves at most a share of a trace's rows no room.
 
-A row without room is dropped from cells; in a full store it overwrites another one, which costs
-time alone; what collectives strike, or one layer has beyond the store, is dropped. "Rows" are those
-of one layer for a layer's factor, and of all layers for the factor of all. Layers that share a
-store have no factors of their own.
+With cells, a row without room is dropped. In a full store it overwrites another row, which backward
+computes again, so it costs only time. Rows that collectives strike are dropped, and so are the rows
+of one layer beyond the whole store. "Rows" are those of one layer for a layer's factor, and of all
+layers for the factor of all. Layers that share a store have no factors of their own.
 
-The answer holds for steps like the ones in the trace. Each half of the steps is asked alone, too,
-and a warning names both if they differ by more than a tenth. What was tried for more certainty
-than that is in notebooks/results/LOG.md.
+The answer holds for steps like those in the trace. Each half of the steps is also studied alone,
+and a warning names both factors if they differ by more than a tenth. notebooks/results/LOG.md has
+what was tried for more certainty.
 """
 
 import math
@@ -26,7 +26,7 @@ DROP = 0.01  # share of rows without room, where none is given
 
 
 def require_drop(drop: float) -> None:
-    """Raise if `drop` is no share of rows that may have no room."""
+    """Raise if `drop` is no share from 0 to below 1."""
     fix = f"for {drop:g} % set {drop / 100:g}" if 1 <= drop < 100 else ""
     require(0 <= drop < 1, "drop", drop, "be a share from 0 to below 1", fix)
 
@@ -48,8 +48,8 @@ def percent(share: float) -> str:
 class Advice:
     """A recommended factor.
 
-    `room`: the slots of a cell, or the rows of a store, at it. `halves`: the factors of the first
-    and the second half of the steps alone. `num_steps`: in the trace. `dropped`: share of all rows
+    `room`: the slots of a cell, or the rows of a store, at this factor. `halves`: the factors for
+    each half of the steps alone. `num_steps`: steps in the trace. `dropped`: share of all rows
     without room; `worst`: the largest share in one step.
     """
 
@@ -65,9 +65,9 @@ class Advice:
 class Recommendation:
     """The smallest factors with one kind of pool that leave at most `drop` of the rows no room.
 
-    `overall`: one factor for all layers, number `index` of those that were replayed. `layers`: one
-    for each, by layer number; of layers that share a store, what `overall` does to each. `replay`:
-    what they come from.
+    `overall`: one factor for all layers, number `index` of `replay.factors`. `layers`: by layer
+    number, with cells a factor for each; with a store the shares of each layer's rows at the factor
+    of `overall`.
     """
 
     drop: float
@@ -122,7 +122,7 @@ def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
 
     def smallest(asked: NDArray[np.int64], dropped: NDArray[np.int64]) -> int:
         enough = dropped.sum(1) <= drop * asked.sum()
-        enough[-1] = True  # A half, or a layer, may need more than all together.
+        enough[-1] = True  # A half, or a layer, may need more than the largest factor.
         return int(np.argmax(enough))
 
     def advice(
@@ -186,13 +186,13 @@ def study(
 ) -> Study:
     """Replay the demand with each kind of pool, and recommend one.
 
-    The recommended kind is that of the traced run. Where it is not known, or not among `pools`, it
-    is the one with the smaller factor, which is fewer bytes.
+    The recommended kind is that of the traced run. If it is not known, or not among `pools`, it is
+    the kind with the smaller factor, which takes less memory.
 
     Args:
-        demand: of training.
+        demand: the rows asked for in training.
         drop: the largest share of rows without room.
-        name: of the trace, for titles.
+        name: the trace's name, for titles.
         pools: kinds to compare, "expert" first.
         store_layers: see `replay`.
 

@@ -1,11 +1,11 @@
-"""Replay counts of rows at any capacity factor: what would not have found room, exactly.
+"""Replay counts of rows at any capacity factor, and count exactly the rows without room.
 
-Which rows find room depends on counts alone, as does `DispatchConfig.capacity_pool`:
+How many rows find room depends on counts alone, and on `DispatchConfig.capacity_pool`:
 
-- "expert": a source's rows for one expert have C slots, a cell. Others are dropped.
+- "expert": a source's rows for one expert have C slots, a cell. Rows beyond are dropped.
 - "store": all rows of a rank, of all layers of a model chunk, share M rows. The layers of a pass
-  stack their rows in order. What exceeds M overwrites as many rows, which backward computes again;
-  of what one layer has beyond M, which is counted, too, nothing is kept.
+  stack their rows in order. Rows beyond M overwrite as many others, which backward computes again.
+  Rows of one layer alone beyond M are dropped. All of these count as rows without room.
 
 Letters: T tokens; K experts per token; E experts; L experts of one rank; R ranks of experts; C
 slots of a cell; M rows of a store.
@@ -31,12 +31,12 @@ POOLS: tuple[CapacityPool, ...] = ("expert", "store")
 class Replay:
     """The outcome of each capacity factor.
 
-    `configs`: one for each factor, which rise. `room`: slots of a cell, or rows of a store, at each
+    `configs`: one for each factor, ascending. `room`: slots of a cell, or rows of a store, at each
     factor. `asked`: [layers, steps], rows asked for, summed over sources and micro-batches.
-    `dropped`: [factors, layers, steps], rows without room; a store's are computed again, but for
-    `lost`: [factors], those that collectives strike, or that one layer has beyond the store.
-    `store_layers`: see `replay`. `needed`: [steps], a factor at which all have room.
-    `needed_alone`: [layers], the same if a layer had no other to share with, over all steps.
+    `dropped`: [factors, layers, steps], rows without room. `lost`: [factors], those of a store that
+    backward does not compute again: rows that collectives strike, and of one layer beyond M.
+    `store_layers`: see `replay`. `needed`: [steps], a factor at which all rows have room.
+    `needed_alone`: [layers], such a factor for all steps if a layer had room of its own.
     """
 
     pool: CapacityPool
@@ -62,30 +62,30 @@ class Replay:
 
     @cached_property
     def dropped_share(self) -> NDArray[np.float64]:
-        """Share of all rows that each factor drops, [factors]."""
+        """Share of all rows without room, [factors]."""
         return self.dropped.sum((1, 2)) / max(1, int(self.asked.sum()))
 
     @property
     def worst_step(self) -> NDArray[np.float64]:
-        """Share of the rows of the step that loses most, [factors]."""
+        """Share of rows without room in the worst step, [factors]."""
         return (self.dropped.sum(1) / np.maximum(self.asked.sum(0), 1)).max(1)
 
     @property
     def layer_shares(self) -> NDArray[np.float64]:
-        """Share of each layer's rows, [factors, layers]."""
+        """Share of each layer's rows without room, [factors, layers]."""
         return self.dropped.sum(2) / np.maximum(self.asked.sum(1), 1)
 
     @property
     def retried(self) -> NDArray[np.float64]:
         """Share of the steps in which any row has no room, [factors].
 
-        `on_overflow="retry"` would run those of cells again.
+        With cells, `on_overflow="retry"` would repeat these steps.
         """
         return self.dropped.any(1).mean(1)
 
     @property
     def balanced(self) -> list[float]:
-        """Share that each factor of cells drops of a perfectly balanced router."""
+        """Share of a perfectly balanced router's rows that cells drop, by factor."""
         run = self.demand.run
         sizes = {"num_experts": run.num_experts, "top_k": run.top_k, "num_tokens": run.num_tokens}
         return [balanced_drop(**sizes, capacity=slots) for slots in self.room.tolist()]
@@ -110,14 +110,14 @@ def replay(
 ) -> Replay:
     """Replay a demand at every capacity factor of `factors`.
 
-    Where the traced run's collectives struck tokens, those of a source for one rank past
-    `DispatchConfig.wire_slots` are lost to a store.
+    If the traced run exchanged over collectives, a store loses the tokens that they strike: those
+    of a source for one rank beyond `DispatchConfig.wire_slots`.
 
     Args:
         demand: the rows asked for.
         factors: each above 0, in any order; the result has them in ascending order. None takes a
             grid that ends with a factor that drops nothing, see `grid`.
-        pool: what has room, see the module's docstring.
+        pool: which rows share room, see the module's docstring.
         store_layers: consecutive layers that share a store, which are those of a model chunk of
             one pipeline stage; None: all.
 
@@ -182,9 +182,9 @@ def replay(
 
 
 def grid(need: float) -> tuple[float, ...]:
-    """Return factors to try, and last `need`, rounded up.
+    """Return the factors to try, ascending; the last is `need`, rounded up.
 
-    They rise in steps of 0.05 up to 2, then by 5 % up to 4, then by 10 %.
+    From 1 they rise in steps of 0.05 up to 2, then by 5 % up to 4, then by 10 %.
     """
     factors = [0.5, 0.75, 0.9, *(round(1.0 + 0.05 * i, 2) for i in range(21))]
     last = max(0.01, math.ceil(need * 100) / 100)
@@ -213,7 +213,7 @@ def _by_rank(counts: NDArray[np.integer], config: DispatchConfig) -> NDArray[np.
 def _needed(
     demand: Demand, config: DispatchConfig, stacks: Sequence[slice]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the factors at which all have room: [passes], and each layer alone, [layers]."""
+    """Return the factors at which all rows have room: [passes], and of layers alone, [layers]."""
     if config.capacity_pool == "expert":
         most = demand.counts.max((2, 3)) / demand.mean_rows
         return most.max(1), most.max(0)

@@ -1,7 +1,7 @@
 """Report a study: text for one screen of a terminal, and one HTML page.
 
-The page has the same text, longer, and figures. It is one file: figures are inline SVG, and no
-script, font or picture comes from elsewhere, so it opens without a network and can be mailed.
+The page has a longer text, and figures. It is one file: figures are inline SVG, and no script, font
+or picture is loaded, so it opens without a network and can be mailed.
 """
 
 import textwrap
@@ -17,7 +17,7 @@ from padded_dispatch.tune.settings import blocks
 
 # A row of the terminal's table is the smallest factor that leaves no more without room than this.
 _SHARES = (0.3, 0.1, 0.05, 0.01, 0.001, 0.0)
-_PAGE_ROWS = 12  # about so many factors are on the page
+_PAGE_ROWS = 12  # about how many factors the page shows
 _COLUMNS = 80
 _ROOM = {"expert": "slots", "store": "rows"}
 
@@ -44,7 +44,7 @@ def pool_table(study: Study) -> Table:
     """Return a row for each kind of pool; equal factors are equal bytes."""
     rows = []
     for answer in study.answers:
-        holds_all = answer.replay.dropped_share == 0  # The last one does.
+        holds_all = answer.replay.dropped_share == 0  # True for the last factor.
         rows.append(
             (
                 answer.replay.pool,
@@ -86,7 +86,7 @@ def factor_table(study: Study, indices: Sequence[int], *, brief: bool) -> Table:
 
 
 def layer_table(study: Study) -> Table:
-    """Return a factor for each layer by itself; the rows of each without room in a store."""
+    """Return each layer's rows without room and, with cells, a factor of its own."""
     replay = study.chosen.replay
     alone = dict(zip(replay.demand.layers.tolist(), replay.needed_alone.tolist(), strict=True))
     headers = ["layer", "alone has room at", "no room", "worst step"]

@@ -1,12 +1,11 @@
 """Settings to paste: a block for each place that takes them, which runs as it is printed.
 
-Megatron-LM   the launcher takes our flags and leaves the others to the script; the user's own flags
-              stand in the shell array ARGS
+Megatron-LM   `padded_dispatch.megatron.run` reads our flags and passes the others to the script;
+              the user's own flags are in the shell array ARGS
 Python        `install()`, and fields of `TransformerConfig`
 
-A block leaves evaluation alone: eager evaluation fits its routing and drops nothing, which a factor
-would end. The factor of cells is also right for stock drop-and-pad, whose capacity has the same
-definition.
+A block sets no factor of evaluation, since eager evaluation drops nothing without one. A factor for
+cells is also right for stock drop-and-pad, whose capacity has the same definition.
 """
 
 from typing import Any
@@ -19,8 +18,8 @@ def blocks(study: Study, *, per_layer: bool = False) -> dict[str, str]:
     """Return blocks by title, for Megatron-LM's pretrain_gpt.py on all GPUs of a host, and Python.
 
     Args:
-        study: with the recommendation.
-        per_layer: with one factor for each layer, unless layers share a store.
+        study: its recommendation is used.
+        per_layer: write one factor for each layer, unless layers share a store.
     """
     factor, given = f"{study.chosen.overall.factor:g}", options(study, per_layer=per_layer)
     command = [
