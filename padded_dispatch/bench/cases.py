@@ -44,11 +44,11 @@ class Contender:
     """A way to run the layer.
 
     Args:
-        name: as in results files.
+        name: its name in results files.
         variant: a key of `OPTIONS`; None for stock.
-        graph: "layer" in a CUDA graph, else "none".
-        on_cpu: runs without a GPU.
-        fp8: with the recipe tensorwise; weights are quantized before what is measured.
+        graph: "layer" if the layer runs in a CUDA graph, else "none".
+        on_cpu: whether it runs without a GPU.
+        fp8: whether it computes in fp8, recipe tensorwise; quantizing weights is not measured.
     """
 
     name: Literal["stock-dropless", "stock-drop-pad", "ours"]
@@ -99,7 +99,7 @@ class Case:
     Args:
         model: a key of `MODELS`.
         ep: ranks in an expert-parallel group (R).
-        tokens: per rank (T).
+        tokens: tokens per rank (T).
         skew: a key of `SKEWS`.
         capacity_factor: None for a contender that does not drop.
         contender: a key of `CONTENDERS`.
@@ -141,7 +141,7 @@ def routing_scores(
 ) -> NDArray[np.float64]:
     """Return router logits [T, E]; the K largest of a token are its experts.
 
-    `skew`: a key of `SKEWS`. `seed`: of the tokens; a different one on each rank.
+    `skew`: a key of `SKEWS`. `seed`: seed of the noise, different on each rank.
     """
     popularity_E = SKEWS[skew] * np.random.default_rng(num_experts).normal(size=num_experts)
     if skew == "hot":

@@ -171,7 +171,7 @@ def measure(
 def _figures(
     case: Case, flags: dict[str, Any], settings: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """Return what was measured; figures of GPUs alone are None on a CPU."""
+    """Measure one case and return its figures; on a CPU, those that need a GPU are None."""
     on_gpu = device.type == "cuda"
     graphed = CONTENDERS[case.contender].graph == "layer"
     dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -166,8 +166,8 @@ class Timing:
     `samples_ms`: one per repeat, a burst of a device that was idle. `host_ms`: time that the host
     was busy; near `ms`, the host is the bottleneck. `sm_mhz`: clock of this rank's multiprocessors
     at the end of each repeat. `sustained_ms`: after a second of the same work, when the GPU has met
-    its power cap; `joules`: energy of an iteration then, the mean of the ranks. None on CPUs, and
-    clock and energy without NVIDIA's library.
+    its power cap; `joules`: energy of an iteration then, the mean of the ranks. These three are
+    None on CPUs; clock and energy are None without NVIDIA's library.
     """
 
     samples_ms: list[float]

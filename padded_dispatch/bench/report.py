@@ -1,15 +1,14 @@
 """Text of a run: a line for each row, tables at the end, and the roofline beside each time.
 
-The roofline is the least time that NVIDIA H200s need for the real rows of a layer if each crosses
-the wire by itself. Each of the six GEMMs takes the longer of two times: its operations at a rate,
-and its operands and result through memory once, at 4.3 TB/s, the rate of a large copy. Every real
-row crosses four times (dispatch and combine, forward and backward) at 450 GB/s each way, NVLink's
-rated speed; a token that crosses once for all its rows on a rank, as with direct stores, needs
-less. Nothing overlaps, nothing is padded, and nothing else costs anything. The slowest rank
-decides.
+The roofline is the least time that NVIDIA H200s need for the real rows of a layer if each row
+crosses the wire by itself. Each of the six GEMMs takes the longer of two times: its operations at
+790 TFLOP/s, the best that torch reaches on these shapes in bf16, in a burst; and its operands and
+result through memory once, at 4.3 TB/s, the rate of a large copy. Every real row crosses four times
+(dispatch and combine, forward and backward) at 450 GB/s each way, NVLink's rated speed. A token
+that crosses once for all its rows on a rank, as with direct stores, needs less. Nothing overlaps,
+nothing is padded, and nothing else costs anything. The slowest rank decides.
 
-The rate is 790 TFLOP/s, the best that torch reaches on these shapes in bf16, in a burst. Results
-files call the time `floor_ms`. Other GPUs have none.
+Results files call this time `floor_ms`. For other GPUs it is None.
 
 Shape suffixes: S source ranks, R receiving ranks, E experts.
 """

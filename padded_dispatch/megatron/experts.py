@@ -62,7 +62,7 @@ class ChosenExperts:
     Attributes:
         packed: whether experts are `StackedExperts`; else they are the module of the layer's spec.
         pool: which rows share room.
-        reason: for the log.
+        reason: why experts are packed or not, for the log.
     """
 
     packed: bool
@@ -143,7 +143,7 @@ def require_weights_stay(experts: nn.Module, config: Any) -> None:
 
 
 def _against_ours(config: Any) -> str:
-    """Return why "auto" keeps the module of the layer's spec; empty if it takes ours."""
+    """Return why "auto" keeps the module of the layer's spec; empty if experts are packed."""
     if refused := _refused(config):
         return refused
     # Megatron-Bridge's training adds adapters by such a hook, after the model is built.
@@ -306,7 +306,7 @@ class StackedExperts(MegatronModule):
         """Return the shards of a distributed checkpoint, as TEGroupedMLP has them.
 
         Args:
-            prefix: of this module's keys.
+            prefix: the prefix of this module's keys.
             sharded_offsets: (axis, place, pieces) of the axes in front, such as the layers'.
             metadata: Megatron's; `singleton_local_shards` gives every expert its own keys.
         """

@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Refused:
-    """Values of one field that are refused.
+    """A field of Megatron's config, with the values that are refused.
 
     `note`: the reason.
     `remedy`: the change that a user with such a value should make.

@@ -171,7 +171,7 @@ def adapted(guarded: Callable[..., Any], build: Callable[..., None]) -> Callable
 
 
 def _transformer_layer(layer: Any) -> Any:
-    """Return a layer, or the one in a layer of multi-token prediction."""
+    """Return the transformer layer inside a layer of multi-token prediction, else the layer."""
     for name in ("mtp_model_layer", "transformer_layer"):
         if hasattr(layer, name):
             return getattr(layer, name)

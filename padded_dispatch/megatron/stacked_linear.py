@@ -50,13 +50,13 @@ class ShardedLayout:
     """Place of a rank's experts in a distributed checkpoint.
 
     Attributes:
-        prefix: of the experts' keys, with the dot.
+        prefix: the prefix of the experts' keys, with the dot.
         offsets: (axis, place, pieces) of the axes in front, such as the layers'.
         first: the id of this rank's first expert.
-        num_experts: E.
+        num_experts: experts on all ranks (E).
         split: (place, pieces) of the axis along which ranks split every expert.
-        replica: this rank's place among the ranks that hold the same; only the first one writes.
-        one_by_one: every expert has its own keys, instead of a place on a common axis.
+        replica: this rank's place among the ranks with the same shards; only the first one writes.
+        one_by_one: whether every expert has its own keys, instead of a place on a common axis.
     """
 
     prefix: str
@@ -68,7 +68,7 @@ class ShardedLayout:
     one_by_one: bool
 
     def expert(self, local: int) -> tuple[str, tuple[tuple[int, int, int], ...]]:
-        """Return what follows the experts' prefix in one expert's keys, and its offsets."""
+        """Return the part of an expert's keys after the common prefix, and the expert's offsets."""
         number = self.first + local
         if self.one_by_one:
             return f"{number}.", self.offsets
@@ -85,7 +85,7 @@ class StackedLinear(nn.Module):
         weight: [L, out, in].
         bias: [L * out], or None.
         tensor_model_parallel: whether ranks split every expert. Megatron-Bridge reads it.
-        partition_dim: the axis of [out, in] that they split, likewise.
+        partition_dim: the axis of [out, in] that ranks split. Megatron-Bridge reads it.
         zeroed: int32 [2], whether DDP's buffer is zeroed: see `Sums`; `following_zeros` sets it.
 
     Args:
@@ -173,7 +173,7 @@ class StackedLinear(nn.Module):
         return Sums(sums_LOI=sums_LOI, spare_LOI=self.spare(), zeroed=self.zeroed)
 
     def spare(self) -> Tensor:
-        """Return memory like the weight that autograd may get as a gradient; never written.
+        """Return memory of the weight's shape for autograd to get as a gradient; never written.
 
         All weights of a shape share it, so that graphs of layers do not keep one each.
         """
@@ -187,8 +187,8 @@ class StackedLinear(nn.Module):
         """Return the entries of a sharded state dict.
 
         Args:
-            name: of this linear.
-            layout: where this rank's experts lie.
+            name: the name of this linear.
+            layout: the place of this rank's experts in the checkpoint.
             num_parts: 2 if gate and up have separate shards, else 1.
         """
         from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
@@ -263,7 +263,7 @@ class StackedLinear(nn.Module):
 
 
 def _like(single: Tensor, stacked: Tensor) -> nn.Parameter:
-    """Return a parameter with the attributes that Megatron gave that of a single expert."""
+    """Return a parameter with the attributes that Megatron gave to a single expert's parameter."""
     made = nn.Parameter(stacked)
     vars(made).update(vars(single))
     vars(made).pop("skip_backward_post_hook", None)  # Backward delays no gradient.

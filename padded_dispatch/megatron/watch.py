@@ -32,7 +32,7 @@ class Watch:
     def __init__(self, first: Any) -> None:
         self.layers = [first]
         self.steps = 0
-        self._left: int | None = None
+        self._left: int | None = None  # passes of the step that are still to begin
         self._input: Callable[[], Any] = lambda: None
         self._reader: Reader | None = None
         self._pending: deque[Copy] = deque()

@@ -182,7 +182,7 @@ def read_compare(argv: list[str]) -> list[tuple[str, argparse.Namespace]]:
 
 
 def _every_combination(words: list[str]) -> list[list[str]]:
-    """Return the flags of each contender that the words behind a `--vs` stand for."""
+    """Return the flags of each contender that the words behind one `--vs` make."""
     flags: list[list[str]] = []  # each with its values
     for word in words:
         if word.startswith("--") or not flags:

@@ -249,7 +249,7 @@ def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 def model_parallel(layout: Layout) -> Iterator[None]:
     """Create Megatron's process groups over the default one, and destroy them at the end.
 
-    Megatron only drops its references, but each group holds threads and, on GPUs, memory.
+    Megatron's `destroy_model_parallel` only drops references; groups hold threads and GPU memory.
     """
     before = set(distributed_c10d._world.pg_map)
     parallel_state.initialize_model_parallel(

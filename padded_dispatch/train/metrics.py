@@ -132,7 +132,7 @@ class Meter:
         )
 
     def write(self, rows: list[Row], evaluations: dict[int, float], pool: str | None) -> None:
-        """Append what was read as one row to the results file; `pool`: which rows shared room.
+        """Append all steps read so far as one row to the results file; `pool`: the capacity pool.
 
         `loss` has every step; `step` and `dropped` are those of the lines of progress, and times
         are of the second half of the steps. A run that was stopped, or failed, is `ended_early`.

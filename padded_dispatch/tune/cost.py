@@ -3,10 +3,10 @@
 This is arithmetic on sizes; nothing is measured here.
 
 A perfectly balanced router still asks for more than its cells have, because its tokens choose at
-random. Every token takes K of E experts, all alike, so an expert's rows are a binomial draw: T
-times with probability K / E. The relative width is about 1 / sqrt(m), m = T * K / E, so a factor
-that drops nothing at m = 1024 is lossy at m = 32: no factor of cells can be copied from another job
-without m.
+random. Every token takes K of E equally likely experts, so an expert's number of rows is binomial:
+T draws with probability K / E. Its relative width is about 1 / sqrt(m), m = T * K / E, so a factor
+that drops nothing at m = 1024 drops rows at m = 32. Do not copy a factor of cells from a job with
+another m.
 
 Letters: T tokens on this rank; K experts per token; E experts; C slots per (source, expert); D
 hidden size; F ffn size of an expert.
@@ -56,7 +56,7 @@ def balanced_drop(*, num_tokens: int, top_k: int, num_experts: int, capacity: in
     Its terms are positive and computed from their logarithms, so nothing cancels or overflows.
 
     Args:
-        num_tokens: of a source (T).
+        num_tokens: tokens of a source (T).
         top_k: experts of each token (K).
         num_experts: experts in all (E).
         capacity: slots of one (source, expert) (C).

@@ -77,7 +77,7 @@ def most_tokens(trace: Trace, num_ranks: int) -> int:
 
 
 def missing_ranks(trace: Trace) -> str:
-    """Return a warning where ranks of a group did not trace all layers of a step, or nothing."""
+    """Return a warning if ranks of a group did not trace all layers of a step, else nothing."""
     num_ranks = trace.run.num_ranks
     keys = np.unique(np.stack([trace.steps, trace.layers, trace.ranks]), axis=1)
     steps, layers, ranks = keys
