@@ -55,9 +55,10 @@ def test_it_trains_in_an_empty_folder_until_ctrl_c_ends_all_processes(tmp_path):
     ) as process:
         try:
             assert process.stdout is not None
-            for pattern in PATTERNS:
-                line = process.stdout.readline().rstrip("\n")
-                assert re.fullmatch(pattern, line), line
+            # torch up to 2.10 tells of gloo's connections there.
+            lines = (line for line in process.stdout if "peer ranks" not in line)
+            for pattern, line in zip(PATTERNS, lines, strict=False):
+                assert re.fullmatch(pattern, line.rstrip("\n")), line
             workers = workers_of(process.pid)
             assert len(workers) == 2
             os.killpg(process.pid, signal.SIGINT)  # A terminal signals all processes.

@@ -1,4 +1,4 @@
-"""What differs between Megatron-Core 0.16.1, 0.17, 0.18, 0.19 and 0.20, and nothing else."""
+"""The differences between Megatron-Core 0.16.1, 0.17, 0.18, 0.19 and 0.20, and nothing else."""
 
 import pkgutil
 from typing import Any

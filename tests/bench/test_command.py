@@ -163,7 +163,7 @@ def test_command_on_cpus(pool2, tmp_path):
     assert [row["floor_ms"] for row in rows] == [None] * 3
 
 
-def test_rows_of_an_interrupted_run_are_kept(monkeypatch, tmp_path, capfd):
+def test_rows_of_an_interrupted_run_are_kept(monkeypatch, tmp_path, capsys):
     measured, out = iter([{"ms": 1.0}, {"ms": 2.0}]), tmp_path / "bench.jsonl"
 
     def measure(*args):
@@ -178,7 +178,7 @@ def test_rows_of_an_interrupted_run_are_kept(monkeypatch, tmp_path, capfd):
     (run,) = json.loads(out.read_text())["runs"]
     assert run["about"]["commit"] == "abc"
     assert run["rows"] == [{"ms": 1.0}, {"ms": 2.0}]
-    assert capfd.readouterr().out == "{'ms': 1.0}\n{'ms': 2.0}\n"
+    assert capsys.readouterr().out == "{'ms': 1.0}\n{'ms': 2.0}\n"
 
 
 @pytest.mark.parametrize(
