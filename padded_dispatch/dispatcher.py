@@ -26,7 +26,7 @@ from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes
 from padded_dispatch.exchange.choose import Exchange, Wire, choose
 from padded_dispatch.experts import Call, ExpertWeights, padded
 from padded_dispatch.experts.activation import Activation
-from padded_dispatch.experts.padded import ExpertInput, Sent
+from padded_dispatch.experts.padded import DispatchState, ExpertInput
 from padded_dispatch.experts.store import Store, room_of_pass
 from padded_dispatch.routing.plan import choice_probs, make_plan
 from padded_dispatch.routing.select import Selection, select
@@ -39,12 +39,12 @@ class Dispatched:
     Attributes:
         expert_input: rows and probabilities for this rank's experts.
         selection: which rows kept a slot.
-        sent: what `combine` needs.
+        state: what `combine` needs.
     """
 
     expert_input: ExpertInput
     selection: Selection
-    sent: Sent
+    state: DispatchState
 
 
 class PaddedDispatcher:
@@ -80,17 +80,17 @@ class PaddedDispatcher:
         store: Store | None = None,
     ) -> None:
         self.config = config
-        self._how = group, etp_group, exchange
+        self._choose_args = group, etp_group, exchange
         self.agreement = Agreement(group, etp_group)
         sizes = {"num_ranks": config.num_ranks, "etp_size": config.etp_size}
         self.agreement.check(exchange=exchange, **sizes)
         kinds = get_args(ExchangeKind)
         require(exchange in kinds, "exchange", exchange, f"be one of {', '.join(kinds)}")
-        for (field, value), given in zip(sizes.items(), self._how[:2], strict=True):
-            size = given.size() if given is not None else 1
+        for (field, value), process_group in zip(sizes.items(), (group, etp_group), strict=True):
+            size = process_group.size() if process_group is not None else 1
             require(value == size, field, value, f"be {size}, the size of its process group")
         self.store = Store() if store is None else store
-        self._number = self.store.add(partial(getattr, self, "config"))
+        self._call_number = self.store.add(partial(getattr, self, "config"))
         self._exchanges: dict[tuple[bool, str], Exchange] = {}
 
     def run(
@@ -118,7 +118,7 @@ class PaddedDispatcher:
             AbsentRanksError: on all waiting ranks, if another rank does not make this call.
         """
         _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, weights, activation)
-        take_room = room_of_pass(self.config, len(tokens_TD), self.store, [self._number])
+        take_room = room_of_pass(self.config, len(tokens_TD), self.store, [self._call_number])
         call = Call(wire=wire, take_room=take_room)
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
 
@@ -128,15 +128,15 @@ class PaddedDispatcher:
         Tokens may be of any floating point dtype on any device.
         """
         selection, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE)
-        given, sent = padded.dispatch(tokens_TD, prob_TK, wire, self.config)
-        return Dispatched(expert_input=given, selection=selection, sent=sent)
+        expert_input, state = padded.dispatch(tokens_TD, prob_TK, wire, self.config)
+        return Dispatched(expert_input=expert_input, selection=selection, state=state)
 
     def combine(self, out_ND: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the experts' output back and sum it per token: [N, D] to [T, D].
 
         Padded rows of `out_ND` may hold anything; they are never read.
         """
-        return padded.combine(out_ND, dispatched.sent)
+        return padded.combine(out_ND, dispatched.state)
 
     def _begin(
         self,
@@ -148,16 +148,15 @@ class PaddedDispatcher:
     ) -> tuple[Selection, Tensor, Wire]:
         """Check and plan a pass; return its selection, its choices' probabilities and its wire."""
         config, packed = self.config, weights is not None  # Without weights: padded cells.
-        given = {"probs_TE": probs_TE, "map_TE": map_TE} | (vars(weights) if weights else {})
-        given = {name: one for name, one in given.items() if isinstance(one, Tensor)}
-        shapes = {name: tuple(one.shape) for name, one in given.items()}
-        leaves = tokens_TD, *given.values()
+        tensors = {"probs_TE": probs_TE, "map_TE": map_TE} | (vars(weights) if weights else {})
+        tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         rules = (
             ("packed", packed),
             ("dtype of probabilities", probs_TE.dtype),
             ("dtype of map", map_TE.dtype),
             ("probabilities need gradients", probs_TE.requires_grad),
-            ("any need gradients", any(leaf.requires_grad for leaf in leaves)),
+            ("any need gradients", any(t.requires_grad for t in (tokens_TD, *tensors.values()))),
             ("activation", activation),
             *((f"shape of {name}", shape) for name, shape in shapes.items()),
         )
@@ -183,7 +182,9 @@ class PaddedDispatcher:
         require(map_TE.dtype == torch.bool, "map_TE", map_TE.dtype, "be torch.bool", "use .bool()")
         key = packed, device.type
         if key not in self._exchanges:
-            self._exchanges[key], _ = choose(config, *self._how, packed=packed, device=device)
+            self._exchanges[key], _ = choose(
+                config, *self._choose_args, packed=packed, device=device
+            )
         exchange = self._exchanges[key]
         selection = select(
             map_TE,

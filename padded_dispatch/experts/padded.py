@@ -45,7 +45,7 @@ class ExpertInput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sent:
+class DispatchState:
     """State of a dispatch that `combine` needs.
 
     Attributes:
@@ -64,7 +64,7 @@ class Sent:
 @nvtx_range("dispatch")
 def dispatch(
     tokens_TD: Tensor, prob_TK: Tensor, wire: Wire, config: DispatchConfig
-) -> tuple[ExpertInput, Sent]:
+) -> tuple[ExpertInput, DispatchState]:
     """Send tokens to their experts, in padded cells.
 
     Args:
@@ -102,24 +102,24 @@ def dispatch(
         none_ND = rows.new_zeros(cells.num_rows + 1, rows.shape[1])
         rows_ND = none_ND.index_copy(0, row_C, rows)[:-1]
         probs_N = probs.new_zeros(cells.num_rows + 1).index_copy(0, row_C, probs)[:-1]
-    given = ExpertInput(rows_ND=rows_ND, probs_N=probs_N, count_SL=count_SL)
-    facts = {"cells": cells, "row_SPK": row_SPK, "count_SL": count_SL}
-    return given, Sent(wire=cast(CollectiveWire, wire), **facts)
+    expert_input = ExpertInput(rows_ND=rows_ND, probs_N=probs_N, count_SL=count_SL)
+    wire = cast(CollectiveWire, wire)
+    return expert_input, DispatchState(wire=wire, cells=cells, row_SPK=row_SPK, count_SL=count_SL)
 
 
 @nvtx_range("combine")
-def combine(out_ND: Tensor, sent: Sent) -> Tensor:
+def combine(out_ND: Tensor, state: DispatchState) -> Tensor:
     """Bring the experts' output home and sum it for every token: [N, D] to [T, D].
 
     Rows are added in at least fp32: those of one rank in ascending expert order, then the ranks'
     sums in rank order. Padded rows of `out_ND` may hold anything.
     """
     if _has_kernels(out_ND):
-        return sent.wire.bring(_ToSums.apply(out_ND, sent))
-    num_sources, num_slots, _ = sent.row_SPK.shape
-    row_C, slot_C = _places(sent.row_SPK, len(out_ND))
+        return state.wire.bring(_ToSums.apply(out_ND, state))
+    num_sources, num_slots, _ = state.row_SPK.shape
+    row_C, slot_C = _places(state.row_SPK, len(out_ND))
     rows = torch.cat((out_ND, out_ND.new_zeros(1, out_ND.shape[1]))).index_select(0, row_C)
-    return sent.wire.bring(add(rows, slot_C, num_sources, num_slots))
+    return state.wire.bring(add(rows, slot_C, num_sources, num_slots))
 
 
 def _has_kernels(values: Tensor) -> bool:
@@ -174,11 +174,11 @@ class _ToSums(torch.autograd.Function):
     """The sum of the rows of each (source, slot), on a GPU; not rounded if ranks split experts."""
 
     @staticmethod
-    def forward(ctx: Any, out_ND, sent):
+    def forward(ctx: Any, out_ND, state):
         from padded_dispatch.kernels import rows
 
-        ctx.sent, ctx.dtype = sent, out_ND.dtype
-        return rows.sum_rows(out_ND.contiguous(), sent.row_SPK, wide=sent.wire.splits)
+        ctx.state, ctx.dtype = state, out_ND.dtype
+        return rows.sum_rows(out_ND.contiguous(), state.row_SPK, wide=state.wire.splits)
 
     @staticmethod
     @nvtx_range("combine backward")
@@ -186,7 +186,7 @@ class _ToSums(torch.autograd.Function):
         from padded_dispatch.kernels import rows
 
         require_first_derivatives()
-        sent, grad_SPD = ctx.sent, grad_SPD.to(ctx.dtype).contiguous()
-        grad_ND = rows.spread_rows(grad_SPD, sent.row_SPK, sent.cells)
-        rows.zero_padding(grad_ND, None, sent.count_SL)
+        state, grad_SPD = ctx.state, grad_SPD.to(ctx.dtype).contiguous()
+        grad_ND = rows.spread_rows(grad_SPD, state.row_SPK, state.cells)
+        rows.zero_padding(grad_ND, None, state.count_SL)
         return grad_ND, None

@@ -36,7 +36,7 @@ from padded_dispatch.counters import Counters, RoutingObserver
 from padded_dispatch.exchange.agreement import Agreement
 from padded_dispatch.exchange.choose import Wire, choose
 from padded_dispatch.experts import Call, padded
-from padded_dispatch.experts.padded import Sent
+from padded_dispatch.experts.padded import DispatchState
 from padded_dispatch.experts.store import Store, room_of_pass
 from padded_dispatch.megatron.chunks import Chunk, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
@@ -371,7 +371,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
 class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     """The dispatcher of Megatron's own experts, which read padded cells."""
 
-    _sent: Sent | None = None  # From `token_dispatch` to `token_combine`.
+    _dispatch_state: DispatchState | None = None  # From `token_dispatch` to `token_combine`.
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Send tokens to the ranks of their experts, in padded cells."""
@@ -382,13 +382,13 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         if self.config.overlap_moe_expert_parallel_comm:  # Another stream reads the plan.
             for name in _PLAN_TENSORS:
                 getattr(self, name).record_stream(torch.cuda.current_stream())
-        given, self._sent = padded.dispatch(tokens_TD, probs, wire, config)
+        expert_input, self._dispatch_state = padded.dispatch(tokens_TD, probs, wire, config)
         counters = self._counters_now()
         if counters is not None:
-            counters.idle_passes += given.count_SL.sum() == 0
+            counters.idle_passes += expert_input.count_SL.sum() == 0
         if self.shared_overlap is not None:
-            self.shared_overlap.fc1(given.rows_ND)
-        return given.rows_ND, given.probs_N
+            self.shared_overlap.fc1(expert_input.rows_ND)
+        return expert_input.rows_ND, expert_input.probs_N
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
@@ -405,9 +405,9 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         """Return the sum of every token's rows, [T, D]."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        sent, self._sent = self._sent, None
-        assert sent is not None
-        sum_TD = padded.combine(hidden_states, sent)
+        state, self._dispatch_state = self._dispatch_state, None
+        assert state is not None
+        sum_TD = padded.combine(hidden_states, state)
         if self.shared_overlap is not None:
             self.shared_overlap.fc2(sum_TD)
         return sum_TD

@@ -29,8 +29,8 @@ def test_a_row_beyond_the_capacity_counts_as_zero():
     tokens_TD = torch.ones(3, 2, requires_grad=True)
     wire = Collectives(1).start(plan, tokens_TD, 3)
     config = DispatchConfig(num_experts=1, top_k=1, capacity_factor=2 / 3)
-    given, sent = padded.dispatch(tokens_TD, torch.ones(3, 1), wire, config)
-    out_TD = padded.combine(given.rows_ND, sent)
+    expert_input, state = padded.dispatch(tokens_TD, torch.ones(3, 1), wire, config)
+    out_TD = padded.combine(expert_input.rows_ND, state)
     assert out_TD[:, 0].tolist() == [1, 1, 0]
     out_TD.sum().backward()
     assert tokens_TD.grad is not None and tokens_TD.grad[:, 0].tolist() == [1, 1, 0]
