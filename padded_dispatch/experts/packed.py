@@ -47,18 +47,18 @@ def run(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kept:
+class _PassState:
     """State that backward needs and autograd does not save.
 
-    `stored`: the buffers, if they are a stack's; `own`: see `exchange.Values`.
+    `stack_buffers`: the buffers, if they are a stack's; `own`: see `exchange.Values`.
     """
 
     wire: Wire
     room: Room
-    found: layout.Offsets
+    row_offsets: layout.Offsets
     segments: Segments
     row_SPK: Tensor
-    stored: tuple[Tensor, ...]
+    stack_buffers: tuple[Tensor, ...]
     own: int | None
 
 
@@ -70,15 +70,15 @@ class _Pass(torch.autograd.Function):
     ):
         wire, forms = call.wire, weights.scaled
         arrived = wire.open(tokens_TD.contiguous(), prob_TK.contiguous())
-        came, prob_SPK = arrived.values, arrived.prob_SPK
+        token_values, prob_SPK = arrived.values, arrived.prob_SPK
         room = call.take_room(arrived.count_SL)
         sizes = {"first": room.first, "limit": room.limit}
-        counts = {} if call.counters is None else call.counters.of_receiver
-        found = layout.lay_out(arrived.count_SL, room.top, **sizes, **counts)
+        counters = {} if call.counters is None else call.counters.of_receiver
+        row_offsets = layout.lay_out(arrived.count_SL, room.top, **sizes, **counters)
         num_experts, fc1_width, _ = fc1_LGD.shape
         num_sources, num_slots, top_k = arrived.expert_SPK.shape
         segments = Segments(
-            offsets=found.offsets,
+            offsets=row_offsets.offsets,
             num_experts=num_experts,
             num_sources=num_sources,
             num_rows=min(room.most, num_sources * num_slots * min(top_k, num_experts)),
@@ -87,24 +87,26 @@ class _Pass(torch.autograd.Function):
         segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
         buffers = room.buffers(segments.num_rows, fc1_width, like=tokens_TD)
         # Autograd saves buffers outside of a stack, so that recompute may drop and refill them.
-        mine = tuple(vars(buffers).values())
-        own, stored = (mine, ()) if room.stack is None else ((), mine)
-        ctx.kept = kept = _Kept(
+        tensors = tuple(vars(buffers).values())
+        own_buffers, stack_buffers = (tensors, ()) if room.stack is None else ((), tensors)
+        ctx.state = state = _PassState(
             wire=wire,
             room=room,
-            found=found,
+            row_offsets=row_offsets,
             segments=segments,
             row_SPK=torch.empty_like(arrived.expert_SPK),
-            stored=stored,
-            own=came.own,
+            stack_buffers=stack_buffers,
+            own=token_values.own,
         )
-        keeps = room.overwritten or ctx.needs_input_grad[2]
-        kept_SPD = torch.empty_like(came.rows_SPD) if keeps and not wire.lasts else None
+        keeps_tokens = room.overwritten or ctx.needs_input_grad[2]
+        kept_SPD = (
+            torch.empty_like(token_values.rows_SPD) if keeps_tokens and not wire.lasts else None
+        )
         if room.overwritten and not wire.lasts:
             prob_SPK = prob_SPK.clone()
-        choices = {"expert_SPK": arrived.expert_SPK, "place_SPK": arrived.place_SPK}
-        choices |= {"level": found.level, "kept_SPD": kept_SPD}
-        _multiply_by_fc1(kept, came, prob_SPK, buffers, fc1_LGD, weights, **choices)
+        layout_args = {"expert_SPK": arrived.expert_SPK, "place_SPK": arrived.place_SPK}
+        layout_args |= {"level": row_offsets.level, "kept_SPD": kept_SPD}
+        _multiply_by_fc1(state, token_values, prob_SPK, buffers, fc1_LGD, weights, **layout_args)
         scaled_NF = _empty_scaled(weights, segments.num_rows, fc2_LDF.shape[2])
         hidden_NF = curves.activate(
             buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments, scaled=scaled_NF, **vars(act)
@@ -119,11 +121,13 @@ class _Pass(torch.autograd.Function):
             bias_LO=fc2_bias_LD,
             prob_M=buffers.prob_M,
         )
-        sum_TD, _ = wire.home(product, kept.row_SPK, found.offsets)
-        tokens_SPD = came.rows_SPD if wire.lasts else kept_SPD
-        tokens = (tokens_SPD, came.own_TD) if keeps else (None, None)
+        sum_TD, _ = wire.home(product, state.row_SPK, row_offsets.offsets)
+        tokens_SPD = token_values.rows_SPD if wire.lasts else kept_SPD
+        tokens = (tokens_SPD, token_values.own_TD) if keeps_tokens else (None, None)
         probs = prob_SPK if room.overwritten else None
-        ctx.save_for_backward(fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *tokens, probs, *own)
+        ctx.save_for_backward(
+            fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *tokens, probs, *own_buffers
+        )
         ctx.weights, ctx.activation = weights, act
         return sum_TD
 
@@ -131,31 +135,31 @@ class _Pass(torch.autograd.Function):
     @nvtx_range("experts backward")
     def backward(ctx: Any, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
         require_first_derivatives()
-        if ctx.kept is None:
+        if ctx.state is None:
             raise ValueError(RUN_ONCE)
-        gives_back = ctx.kept.room.gives_back()
-        kept, ctx.kept = ctx.kept, None
+        gives_back = ctx.state.room.gives_back()
+        state, ctx.state = ctx.state, None
         fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *saved = ctx.saved_tensors
-        tokens_SPD, own_TD, prob_SPK, *own = saved
-        came = Values(rows_SPD=tokens_SPD, own_TD=own_TD, own=kept.own)
-        fc1_MG, prob_M, home_M = own or kept.stored
-        wire, segments, row_SPK = kept.wire, kept.segments, kept.row_SPK
+        tokens_SPD, own_TD, prob_SPK, *own_buffers = saved
+        token_values = Values(rows_SPD=tokens_SPD, own_TD=own_TD, own=state.own)
+        fc1_MG, prob_M, home_M = own_buffers or state.stack_buffers
+        wire, segments, row_SPK = state.wire, state.segments, state.row_SPK
         weights, forms, num_rows = ctx.weights, ctx.weights.scaled, segments.num_rows
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
-        if kept.room.overwritten:
-            assert kept.room.top is not None
-            stale = torch.maximum(segments.offsets, kept.room.top[2])
+        if state.room.overwritten:
+            assert state.room.top is not None
+            stale_offsets = torch.maximum(segments.offsets, state.room.top[2])
             if not gives_back:  # Later calls may have rows there: recompute all in other memory.
-                base, room = segments.offsets[:1], dataclasses.replace(kept.room, stack=None)
-                stale, row_SPK = segments.offsets - base, row_SPK - base * (row_SPK >= 0)
-                mine = room.buffers(num_rows, fc1_MG.shape[1], like=fc1_MG)
-                fc1_MG, prob_M, home_M = vars(mine).values()
-            again = dataclasses.replace(segments, offsets=stale)
-            again = dataclasses.replace(again, tiles=gemm.row_tiles(again))
-            kept_again = dataclasses.replace(kept, segments=again, row_SPK=row_SPK)
+                base, room = segments.offsets[:1], dataclasses.replace(state.room, stack=None)
+                stale_offsets, row_SPK = segments.offsets - base, row_SPK - base * (row_SPK >= 0)
+                scratch_buffers = room.buffers(num_rows, fc1_MG.shape[1], like=fc1_MG)
+                fc1_MG, prob_M, home_M = vars(scratch_buffers).values()
+            stale_rows = dataclasses.replace(segments, offsets=stale_offsets)
+            stale_rows = dataclasses.replace(stale_rows, tiles=gemm.row_tiles(stale_rows))
+            stale_state = dataclasses.replace(state, segments=stale_rows, row_SPK=row_SPK)
             buffers = Buffers(fc1_MG=fc1_MG, prob_M=prob_M, home_M=home_M)
-            _multiply_by_fc1(kept_again, came, prob_SPK, buffers, fc1_LGD, weights)
-            segments = segments if gives_back else again
+            _multiply_by_fc1(stale_state, token_values, prob_SPK, buffers, fc1_LGD, weights)
+            segments = segments if gives_back else stale_rows
         spread = partial(rows.spread_rows, row_SPK=row_SPK, segments=segments)
         values = wire.push(grad_TD.contiguous())
         scaled_ND = _empty_scaled(weights, num_rows, fc1_LGD.shape[2])
@@ -197,41 +201,41 @@ class _Pass(torch.autograd.Function):
         if needs_fc1_bias:
             grad_fc1_bias = grouped.sum_rows(grad_fc1_MG, None, segments, stored=True)
         if needs_fc1:
-            rows_ND = spread(**vars(came))
+            rows_ND = spread(**vars(token_values))
             grad_fc1 = _weight_gradient(grad_fc1_MG, rows_ND, segments, True, weights.fc1_sums)
-        if kept.room.top is not None and gives_back:  # That was the last use of the rows.
-            layout.release(kept.room.top, kept.found)
-            kept.room.close()
+        if state.room.top is not None and gives_back:  # That was the last use of the rows.
+            layout.release(state.room.top, state.row_offsets)
+            state.room.close()
         return grad_TD, grad_TK, grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias, None, None, None
 
 
 def _multiply_by_fc1(
-    kept: _Kept,
-    came: Values,
+    state: _PassState,
+    token_values: Values,
     prob_SPK: Tensor,
     buffers: Buffers,
     fc1_LGD: Tensor,
     weights: ExpertWeights,
-    **choices: Any,
+    **layout_args: Any,
 ) -> None:
     """Spread tokens to rows, multiply the rows by fc1's weight, and store results in `buffers`."""
-    forms, homes_S = weights.scaled, kept.wire.homes_S
-    scaled_ND = _empty_scaled(weights, kept.segments.num_rows, fc1_LGD.shape[2])
+    forms, homes_S = weights.scaled, state.wire.homes_S
+    scaled_ND = _empty_scaled(weights, state.segments.num_rows, fc1_LGD.shape[2])
     rows_ND = rows.spread_rows(
-        **vars(came),
-        row_SPK=kept.row_SPK,
-        segments=kept.segments,
+        **vars(token_values),
+        row_SPK=state.row_SPK,
+        segments=state.segments,
         homes_S=homes_S,
         scaled=scaled_ND,
         plain=scaled_ND is None,
         prob_SPK=prob_SPK,
         prob_M=buffers.prob_M,
         home_M=None if homes_S is None else buffers.home_M,
-        **choices,
+        **layout_args,
     )
     weight_LGD = fc1_LGD if forms is None else forms.fc1_LGD
     gemm.rows_times_weights(
-        scaled_ND or rows_ND, weight_LGD, kept.segments, stored=False, out=buffers.fc1_MG
+        scaled_ND or rows_ND, weight_LGD, state.segments, stored=False, out=buffers.fc1_MG
     )
 
 

@@ -106,8 +106,8 @@ def run(
     arrived = wire.open(tokens_TD, prob_TK)
     values_SPD, prob_SPK = arrived.values.rows_SPD, arrived.prob_SPK
     room = call.take_room(arrived.count_SL)
-    counted = {} if call.counters is None else call.counters.of_receiver
-    offsets, level, before = store_offsets(arrived.count_SL, room, **counted)
+    counters = {} if call.counters is None else call.counters.of_receiver
+    offsets, level, before = store_offsets(arrived.count_SL, room, **counters)
     given = arrived.expert_SPK, arrived.place_SPK, offsets, level
     row_SPK = rows_of_choices(*given, num_experts=len(weights.fc1_LGD))
     row_C = row_SPK.flatten()
