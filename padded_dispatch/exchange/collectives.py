@@ -166,10 +166,10 @@ class CollectiveWire:
         if self._exchange.num_sources == 1:
             plan = self._plan
             numbers = [part[None] for part in (plan.expert_TK, plan.place_TK, plan.kept_E)]
-            sent = self.send(tokens_TD), prob_TK[None], *numbers
+            arrived = self.send(tokens_TD), prob_TK[None], *numbers
         else:
-            sent = _Send.apply(self, tokens_TD, prob_TK)
-        rows_SPD, prob_SPK, expert_SPK, place_SPK, count_SL = sent
+            arrived = _Send.apply(self, tokens_TD, prob_TK)
+        rows_SPD, prob_SPK, expert_SPK, place_SPK, count_SL = arrived
         return Arrived(
             values=Values(rows_SPD=rows_SPD),
             expert_SPK=expert_SPK,
@@ -248,24 +248,24 @@ class CollectiveWire:
         first = 0 if exchange.group is None else exchange.group.rank() * local
         # One int32 message: experts, places and bits of probabilities by token, then counts.
         bits_TX = prob_TK.contiguous().view(torch.int32)
-        beside_TX = torch.cat([plan.expert_TK, plan.place_TK, bits_TX], 1)
+        plan_TX = torch.cat([plan.expert_TK, plan.place_TK, bits_TX], 1)
         if self._whole:
-            beside_PX = _padded(beside_TX, num_slots, fill=-1)
-            message_X = torch.cat([beside_PX.flatten(), plan.kept_E])
+            plan_PX = _padded(plan_TX, num_slots, fill=-1)
+            message_X = torch.cat([plan_PX.flatten(), plan.kept_E])
             message_RX = message_X[None]
             if ranks > 1:
                 message_RX = _gathered(message_RX, exchange.group)
         else:
             # Slots without a token, -1, send the last row, which is filled with -1.
-            beside_RPX = _padded(beside_TX, self._num_tokens + 1, fill=-1)[self._token_RP]
-            message_RX = torch.cat([beside_RPX.flatten(1), plan.kept_E.view(ranks, local)], 1)
+            plan_RPX = _padded(plan_TX, self._num_tokens + 1, fill=-1)[self._token_RP]
+            message_RX = torch.cat([plan_RPX.flatten(1), plan.kept_E.view(ranks, local)], 1)
             message_RX = self._swap(message_RX)
-        size = num_slots * beside_TX.shape[1]
-        beside_RPX = message_RX[:, :size].unflatten(1, (num_slots, -1))
+        size = num_slots * plan_TX.shape[1]
+        plan_RPX = message_RX[:, :size].unflatten(1, (num_slots, -1))
         count_RL = message_RX[:, size:]
         if self._whole:
             count_RL = count_RL[:, first : first + local]
-        expert_SPK, place_SPK, bits_SPX = self._gather_split(beside_RPX).tensor_split(
+        expert_SPK, place_SPK, bits_SPX = self._gather_split(plan_RPX).tensor_split(
             (top_k, 2 * top_k), 2
         )
         prob_SPK = bits_SPX.contiguous().view(prob_TK.dtype)
@@ -280,28 +280,28 @@ class CollectiveWire:
             sum_TD = sum_RPD[0, :num_tokens]
             # Autograd forbids in-place changes of a view that a Function returns.
             return sum_TD if torch.is_grad_enabled() else sum_TD.detach()
-        came_QD = self._swap(sum_RPD).flatten(0, 1)
-        if came_QD.is_cuda:
+        sum_QD = self._swap(sum_RPD).flatten(0, 1)
+        if sum_QD.is_cuda:
             from padded_dispatch.kernels import rows
 
-            return rows.sum_rows(came_QD, self._row_TR)
+            return rows.sum_rows(sum_QD, self._row_TR)
         wide = torch.promote_types(self._dtype, torch.float32)
-        total_TD = came_QD.new_zeros(num_tokens, came_QD.shape[1], dtype=wide)
+        total_TD = sum_QD.new_zeros(num_tokens, sum_QD.shape[1], dtype=wide)
         for row_T in self._row_TR.T:
-            total_TD += came_QD[row_T].to(wide).masked_fill_((row_T < 0)[:, None], 0)
+            total_TD += sum_QD[row_T].to(wide).masked_fill_((row_T < 0)[:, None], 0)
         return total_TD.to(self._dtype)
 
     def bring_beside(self, beside_SPK: Tensor) -> Tensor:
         """Send numbers home; return that of every choice, [T, K], 0 where there is no expert."""
         beside_RPK, expert_TK = self._add_split(beside_SPK), self._plan.expert_TK
         if self._exchange.num_ranks == 1:
-            came_TK = beside_RPK[0, : self._num_tokens]
+            beside_TK = beside_RPK[0, : self._num_tokens]
         else:
-            came_QK = self._swap(beside_RPK).flatten(0, 1)
+            beside_QK = self._swap(beside_RPK).flatten(0, 1)
             rank_TK = (expert_TK // self._exchange.num_local_experts).clamp(min=0)
             row_TK = self._row_TR.gather(1, rank_TK.long())
-            came_TK = came_QK[row_TK, torch.arange(row_TK.shape[1], device=row_TK.device)]
-        return came_TK.masked_fill(expert_TK < 0, 0)
+            beside_TK = beside_QK[row_TK, torch.arange(row_TK.shape[1], device=row_TK.device)]
+        return beside_TK.masked_fill(expert_TK < 0, 0)
 
     def _swap(self, blocks: Tensor) -> Tensor:
         """Send block r of dim 0 to rank r and receive block r from rank r; its own transpose."""
