@@ -28,7 +28,7 @@ from padded_dispatch.exchange.mirror import mirror_of
 from padded_dispatch.utils.phases import is_capturing
 
 # Named values. Ranks agree if the text of each value is the same.
-Values = tuple[tuple[str, object], ...]
+NamedValues = tuple[tuple[str, object], ...]
 
 
 class Agreement:
@@ -50,14 +50,14 @@ class Agreement:
             self._number = self._mirror.num_agreements
         self._layer, self._caller = -1, f"dispatcher {self._number}"
         self._num_calls = 0
-        self._compared: set[Values] = set()
-        self._digests: dict[Values, tuple[int, int]] = {}
+        self._compared: set[NamedValues] = set()
+        self._digests: dict[NamedValues, tuple[int, int]] = {}
 
     def name_layer(self, number: int) -> None:
         """Set the number of the layer in the model, which is compared, and shown in errors."""
         self._layer, self._caller = number, f"layer {number} (dispatcher {self._number})"
 
-    def check(self, rules: Values = (), /, **shapes: object) -> None:
+    def check(self, rules: NamedValues = (), /, **shapes: object) -> None:
         """Raise on every rank if a value differs between ranks.
 
         Args:
@@ -99,7 +99,7 @@ class Agreement:
             return number
         return int(self._gather((number, 0), 0, ())[:, -2].max())
 
-    def _gather(self, numbers: tuple[int, int], num_equal: int, values: Values) -> Tensor:
+    def _gather(self, numbers: tuple[int, int], num_equal: int, values: NamedValues) -> Tensor:
         """Return a row for each rank, its call and its `numbers`; raise if the calls differ.
 
         All calls gather rows of one size: gloo would abort if ranks in different calls sent others.
@@ -129,7 +129,7 @@ def agree_on_shapes(
     agreement: Agreement,
     config: DispatchConfig,
     tokens_TD: Tensor,
-    rules: Values,
+    rules: NamedValues,
     *,
     any_tokens: bool = False,
     **shapes: object,
@@ -165,7 +165,7 @@ def agree_on_shapes(
     require_tokens(num_tokens)
 
 
-def _text(values: Values) -> bytes:
+def _text(values: NamedValues) -> bytes:
     return json.dumps([(name, str(value)) for name, value in values]).encode()
 
 

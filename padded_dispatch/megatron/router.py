@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from padded_dispatch.config import FIT, require
-from padded_dispatch.exchange.agreement import Values, agree_on_shapes
+from padded_dispatch.exchange.agreement import NamedValues, agree_on_shapes
 from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
@@ -63,7 +63,7 @@ class SelectAfterCounting(TopKRouter):
 
     dispatcher: PaddedAlltoAllTokenDispatcher
     layer_name: str = ""
-    _settings: Values | None = None
+    _settings: NamedValues | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the layer's number, here and in the dispatcher."""
