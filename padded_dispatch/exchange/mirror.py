@@ -80,10 +80,10 @@ class Mirror:
         # use_local_synchronization) names the group by the number of groups in this process: ranks
         # that are members of different numbers of groups would wait under different names.
         self._store = PrefixStore(name, _store())
-        place = self.ranks.index(self._me)
+        group_rank = self.ranks.index(self._me)
         limit = timedelta(seconds=limit_s)
         try:
-            gloo = dist.ProcessGroupGloo(self._store, place, len(self.ranks), limit)
+            gloo = dist.ProcessGroupGloo(self._store, group_rank, len(self.ranks), limit)
         except RuntimeError as error:
             raise AbsentRanksError(
                 f"ranks {self.ranks} must connect, got {error}; {_FIX}"
@@ -110,7 +110,7 @@ class Mirror:
             self._gloo = None
             seconds = _GRACE_S + _STORE_S
             self._failure = _within(seconds, lambda: self._verdict(where, problem))
-            self._failure = self._failure or self._words(where, problem, _NO_STORE)
+            self._failure = self._failure or self._absent_message(where, problem, _NO_STORE)
         raise AbsentRanksError(self._failure)
 
     def _attempt(self, row: Tensor) -> tuple[Tensor, str]:
@@ -129,16 +129,16 @@ class Mirror:
             _wait(self._gloo.broadcast([rows], broadcasts))
             return rows, ""
         except RuntimeError:
-            late = time.monotonic() - start >= self._limit_s
-            return rows, f" within {self._limit_s:g} s, got" if late else _CLOSED
+            timed_out = time.monotonic() - start >= self._limit_s
+            return rows, f" within {self._limit_s:g} s, got" if timed_out else _CLOSED
 
     def require_all_alive(self) -> None:
         """Raise `AbsentRanksError` if a process has ended, with the same text on all ranks."""
         if self._failure or not self._ended():
             return
         seconds = _GRACE_S + _STORE_S
-        words = _within(seconds, self._verdict_of_ended) or self._words_of_ended(self._ended())
-        raise AbsentRanksError(words)
+        message = _within(seconds, self._verdict_of_ended) or self._ended_message(self._ended())
+        raise AbsentRanksError(message)
 
     def _verdict_of_ended(self) -> str:
         self._store.set(f"waits/{self._me}", _CLOSED)
@@ -146,22 +146,23 @@ class Mirror:
         ended = self._ended()
         # A rank that raised in `gather` has closed its connections, too, but posted that it waits.
         ended = [rank for rank in ended if not self._store.check([f"waits/{rank}"])] or ended
-        return self._store.compare_set("verdict", "", self._words_of_ended(ended)).decode()
+        return self._store.compare_set("verdict", "", self._ended_message(ended)).decode()
 
-    def _words_of_ended(self, ended: list[int]) -> str:
+    def _ended_message(self, ended: list[int]) -> str:
         return (
             f"all {len(self.ranks)} ranks of the layer must stay until the job ends, got no answer "
-            f"from the process{'es' if len(ended) > 1 else ''} of {self._named(ended)}; the last "
-            f"call that all made: {self._last}; look for the first error in the output of each"
+            f"from the process{'es' if len(ended) > 1 else ''} of {self._ranks_and_hosts(ended)}; "
+            f"the last call that all made: {self._last}; look for the first error in the output of "
+            "each"
         )
 
     def _ended(self) -> list[int]:
         """Return the ranks whose connections are closed: gloo then refuses to receive."""
         ended = []
-        for place, rank in enumerate(self.ranks):
+        for group_rank, rank in enumerate(self.ranks):
             try:
                 if rank != self._me:
-                    self._gloo.recv([torch.empty(1, device="cpu")], place, _PROBE)
+                    self._gloo.recv([torch.empty(1, device="cpu")], group_rank, _PROBE)
             except RuntimeError:
                 ended.append(rank)
         return ended
@@ -181,18 +182,18 @@ class Mirror:
         waiting = [r for r in self.ranks if r not in absent]
         problems = [self._store.get(f"waits/{r}").decode() for r in waiting]
         problem = next((p for p in problems if p != _CLOSED), problem)
-        names = self._named(absent) if absent else "none of them in time"
-        words = self._words(where, problem, names)
-        return self._store.compare_set("verdict", "", words).decode()
+        names = self._ranks_and_hosts(absent) if absent else "none of them in time"
+        message = self._absent_message(where, problem, names)
+        return self._store.compare_set("verdict", "", message).decode()
 
-    def _named(self, ranks: list[int]) -> str:
+    def _ranks_and_hosts(self, ranks: list[int]) -> str:
         """Return numbers of ranks, and their hosts if the layer spans several."""
         if len(set(self._hosts.values())) == 1:
-            return _numbered(ranks)
+            return _format_ranks(ranks)
         hosts = list(dict.fromkeys(self._hosts[rank] for rank in ranks))
-        return f"{_numbered(ranks)} on host{'s' if len(hosts) > 1 else ''} {', '.join(hosts)}"
+        return f"{_format_ranks(ranks)} on host{'s' if len(hosts) > 1 else ''} {', '.join(hosts)}"
 
-    def _words(self, where: str, problem: str, absent: str) -> str:
+    def _absent_message(self, where: str, problem: str, absent: str) -> str:
         return (
             f"all {len(self.ranks)} ranks of the layer must come to {where}{problem} no call "
             f"from {absent}; the last call that all made: {self._last}; {_FIX}"
@@ -277,12 +278,12 @@ def _connected(
     posted = json.dumps([socket.gethostname(), own])
     for name in own:
         store.set(f"{name}/{len(own)}/{me}", posted)
-    found: dict[str, list[int]] = {}
+    connected: dict[str, list[int]] = {}
     hosts: dict[int, str] = {}
     unread = dict(own)
     while unread:
         name, members = unread.popitem()
-        found[name] = members
+        connected[name] = members
         keys = {rank: f"{name}/{len(own)}/{rank}" for rank in members}
         for key in keys.values():
             left = max(0.001, deadline - time.monotonic())
@@ -292,16 +293,16 @@ def _connected(
         if absent:
             raise AbsentRanksError(
                 f"all {len(members)} ranks of a group must create their dispatcher within "
-                f"{limit_s:g} s, got none from {_numbered(absent)}; {_FIX}"
+                f"{limit_s:g} s, got none from {_format_ranks(absent)}; {_FIX}"
             )
         for rank, key in keys.items():
             hosts[rank], groups_there = json.loads(store.get(key))
-            unread |= {n: r for n, r in groups_there.items() if n not in found}
-    name = blake2b(json.dumps(sorted(found)).encode(), digest_size=8).hexdigest()
+            unread |= {n: r for n, r in groups_there.items() if n not in connected}
+    name = blake2b(json.dumps(sorted(connected)).encode(), digest_size=8).hexdigest()
     return f"{name}/{len(own)}", hosts
 
 
-def _numbered(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     """Return the numbers of ranks, in ascending order, with runs of three or more cut short.
 
     Example: [1, 2, 4, 5, 6] gives "ranks 1, 2, 4-6".

@@ -60,15 +60,15 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
                 signal.signal(number, _exit)
             resource_tracker.ensure_running()  # Starting it later would unblock SIGINT.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # Workers inherit it.
-            given = fn, args, num_workers, store.port, folder
-            context = start_processes(_work, given, nprocs=num_workers, join=False, daemon=True)
+            work_args = fn, args, num_workers, store.port, folder
+            context = start_processes(_work, work_args, nprocs=num_workers, join=False, daemon=True)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             assert context is not None
             while not context.join(grace_period=_END_S):
                 pass
             return pickle.loads(Path(folder, "result").read_bytes())
         except ProcessExitedException as ended:
-            sys.stderr.write(f"{_words(ended, Path(folder), num_workers)}\n")
+            sys.stderr.write(f"{_failure_message(ended, Path(folder), num_workers)}\n")
             raise SystemExit(1) from None
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
@@ -132,14 +132,15 @@ def _work(
         dist.destroy_process_group()
 
 
-def _words(ended: ProcessExitedException, folder: Path, num_workers: int) -> str:
+def _failure_message(ended: ProcessExitedException, folder: Path, num_workers: int) -> str:
     """Return an error with the rank that failed first, and why; its peers fail because of it."""
     rank, error = ended.error_index, f" exited with code {ended.exit_code}"
-    told = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+    error_files = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
     if ended.signal_name is not None:
         error = f" killed by {ended.signal_name}"
-    elif folder / f"error-{rank}" in told:
-        rank, error = int(told[0].name.removeprefix("error-")), f"\n{told[0].read_text().strip()}"
+    elif folder / f"error-{rank}" in error_files:
+        rank = int(error_files[0].name.removeprefix("error-"))
+        error = f"\n{error_files[0].read_text().strip()}"
     return f"rank {rank} of {num_workers} failed:{error}"
 
 

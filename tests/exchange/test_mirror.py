@@ -18,7 +18,7 @@ from padded_dispatch.exchange import mirror as mirror_module
 from padded_dispatch.exchange.mirror import (
     AbsentRanksError,
     Mirror,
-    _numbered,
+    _format_ranks,
     _wait,
     _within,
     absent_ranks_named,
@@ -96,7 +96,7 @@ def test_all_absent_ranks_are_named_with_their_hosts(pool4):
     assert f"within 0.5 s, {words}" in first
     for hosts, named in ("aaaa", "ranks 1, 2"), ("aabb", "ranks 1, 2 on hosts a, b"):
         mirror: Any = SimpleNamespace(_hosts=dict(enumerate(hosts)))
-        assert Mirror._named(mirror, [1, 2]) == named
+        assert Mirror._ranks_and_hosts(mirror, [1, 2]) == named
 
 
 def _one_ends() -> None:
@@ -224,10 +224,10 @@ def test_layers_share_the_mirror_of_their_groups(pool2):
 
 
 def test_many_ranks_are_named_in_a_few_words():
-    assert _numbered([7]) == "rank 7"
-    assert _numbered([0, 1]) == "ranks 0, 1"
-    assert _numbered([1, 2, 4, 5, 6, 9]) == "ranks 1, 2, 4-6, 9"
-    assert _numbered(list(range(207)) + list(range(208, 256))) == "ranks 0-206, 208-255"
+    assert _format_ranks([7]) == "rank 7"
+    assert _format_ranks([0, 1]) == "ranks 0, 1"
+    assert _format_ranks([1, 2, 4, 5, 6, 9]) == "ranks 1, 2, 4-6, 9"
+    assert _format_ranks(list(range(207)) + list(range(208, 256))) == "ranks 0-206, 208-255"
 
 
 def _threads() -> int:
