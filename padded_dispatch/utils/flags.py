@@ -31,8 +31,8 @@ class HelpFormatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A parser with `HelpFormatter` that offers a known flag for an unknown one."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**{"formatter_class": HelpFormatter, **given})
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Print the message and end the process with exit code 2."""

@@ -36,7 +36,7 @@ class Wraps:
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         """Replace `owner.name` by `wrapper(owner.name)`, unless it was wrapped before."""
-        if not any(one is owner and known == name for one, known, _, _ in self._saved):
+        if not any(o is owner and n == name for o, n, _, _ in self._saved):
             before, wrapped = _own(owner, name), wrapper(getattr(owner, name))
             setattr(owner, name, wrapped)
             self._saved.append((owner, name, before, wrapped))
