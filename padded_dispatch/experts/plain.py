@@ -108,8 +108,9 @@ def run(
     room = call.take_room(arrived.count_SL)
     counters = {} if call.counters is None else call.counters.of_receiver
     offsets, level, before = store_offsets(arrived.count_SL, room, **counters)
-    given = arrived.expert_SPK, arrived.place_SPK, offsets, level
-    row_SPK = rows_of_choices(*given, num_experts=len(weights.fc1_LGD))
+    row_SPK = rows_of_choices(
+        arrived.expert_SPK, arrived.place_SPK, offsets, level, len(weights.fc1_LGD)
+    )
     row_C = row_SPK.flatten()
     choice_N = (row_C >= 0).nonzero().flatten()
     choice_N = choice_N[row_C[choice_N].argsort()]  # The choice of each row.
@@ -148,8 +149,8 @@ def _experts(
         strict=True,
     )
     out = []
-    for rows, prob, of_fc1, fc1_bias, of_fc2, fc2_bias in of_experts:
-        product = of_fc2(activate(of_fc1(rows).to(dtype), prob, activation, fc1_bias))
+    for rows, prob, apply_fc1, fc1_bias, apply_fc2, fc2_bias in of_experts:
+        product = apply_fc2(activate(apply_fc1(rows).to(dtype), prob, activation, fc1_bias))
         if fc2_bias is not None:
             product = product + prob[:, None] * fc2_bias
         out.append(product.to(dtype))
@@ -164,7 +165,7 @@ def _products(weight_LOI: Tensor, *forms: Scaled) -> list[Callable[[Tensor], Ten
     if not forms:
         return [lambda rows, weight=weight: rows.to(weight) @ weight.T for weight in weight_LOI]
     of_experts = zip(weight_LOI, *(widen(form, weight_LOI.dtype) for form in forms), strict=True)
-    return [lambda rows, given=given: _Product.apply(rows, *given) for given in of_experts]
+    return [lambda rows, weights=weights: _Product.apply(rows, *weights) for weights in of_experts]
 
 
 class _Product(torch.autograd.Function):
@@ -215,14 +216,14 @@ class _Release(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, sum_SPD, room, offsets, before):
-        ctx.given = room, offsets, before
+        ctx.state = room, offsets, before
         return sum_SPD.detach()  # Autograd would forbid to change the input itself in place.
 
     @staticmethod
     def backward(ctx, grad_SPD):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.given is None:
+        if ctx.state is None:
             raise ValueError(RUN_ONCE)
-        (room, offsets, before), ctx.given = ctx.given, None
+        (room, offsets, before), ctx.state = ctx.state, None
         if room.gives_back():
             release(room.top, offsets, before)
             room.close()

@@ -30,10 +30,10 @@ from padded_dispatch.kernels import Scaled
 def quantize(rows: Tensor) -> Scaled:
     """Quantize rows [..., I], as the kernels do: see `kernels.Scaled`."""
     wide = rows.float()
-    most = wide.abs().amax(-1)
-    # 448 = 1.75 * 2**8: the scale has the exponent of `most` less 8, plus 1 if its mantissa > 1.75.
-    exponent = (((most.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(min=1)
-    scales = (exponent << 23).view(torch.float32).where(most.isfinite(), torch.nan)
+    amax = wide.abs().amax(-1)
+    # 448 = 1.75 * 2**8: the scale has the exponent of `amax` less 8, plus 1 if its mantissa > 1.75.
+    exponent = (((amax.view(torch.int32) + 0x1FFFFF) >> 23) - 8).clamp(min=1)
+    scales = (exponent << 23).view(torch.float32).where(amax.isfinite(), torch.nan)
     inverse = ((254 - exponent) << 23).view(torch.float32)
     values = (wide * inverse[..., None]).to(torch.float8_e4m3fn)
     return Scaled(values=values, scales=scales, dtype=rows.dtype)
@@ -90,10 +90,10 @@ class ScaledWeights:
 
                 quantize_weight(weight_LOI, self._stale, form, back)
             elif self._stale:
-                for to, rows in ((form, weight_LOI), (back, weight_LOI.transpose(1, 2))):
-                    found = quantize(rows)
-                    to.values.copy_(found.values)
-                    to.scales.copy_(found.scales)
+                for target, rows in ((form, weight_LOI), (back, weight_LOI.transpose(1, 2))):
+                    quantized = quantize(rows)
+                    target.values.copy_(quantized.values)
+                    target.scales.copy_(quantized.scales)
         self._stale.zero_()
 
 
@@ -103,10 +103,10 @@ _live: WeakSet[ScaledWeights] = WeakSet()
 @functools.cache
 def _follow_optimizers() -> None:
     """Mark all weights stale after each optimizer step from now on, in one launch."""
-    private: Any = torch
+    untyped_torch: Any = torch
 
-    def stepped(*given: Any) -> None:
+    def mark_all_stale(*_: Any) -> None:
         if flags := [weights._stale for weights in _live]:
-            private._foreach_add_(flags, 1)
+            untyped_torch._foreach_add_(flags, 1)
 
-    register_optimizer_step_post_hook(stepped)
+    register_optimizer_step_post_hook(mark_all_stale)
