@@ -180,7 +180,7 @@ class DispatchConfig:
         """Return the rows of one rank's experts in a pass in perfect balance."""
         return self.etp_size * num_tokens * self.top_k
 
-    def most_rows(self, num_tokens: int, num_slots: int | None = None) -> int:
+    def max_rows(self, num_tokens: int, num_slots: int | None = None) -> int:
         """Return the most rows that a rank can get in a pass; P is `num_slots`, by default T."""
         arriving = self.num_sources * (num_slots or num_tokens)
         most = arriving * min(self.top_k, self.num_local_experts)
@@ -193,7 +193,7 @@ class DispatchConfig:
 
         M is at least the most rows of one layer; except with `NO_DROP`, five shares are enough.
         """
-        least = self.most_rows(num_tokens)
+        least = self.max_rows(num_tokens)
         if self.capacity_factor != NO_DROP:
             least = min(least, 5 * self.share(num_tokens))
         return max(num_layers * self.rows(num_tokens), least)
@@ -205,7 +205,7 @@ class DispatchConfig:
         """
         require_tokens(num_tokens)
         factor = _OF_STORE if self._factor == NO_DROP else self._factor
-        most = self.most_rows(num_tokens)
+        most = self.max_rows(num_tokens)
         if self.capacity_pool == "expert":
             return most
         return math.ceil(min(self.share(num_tokens) * factor, most))

@@ -127,7 +127,7 @@ def test_rows_by_hand(capacity_pool, changes, rows, slots):
 
 def test_a_store_has_all_rows_of_a_layer_or_five_shares():
     config = DispatchConfig(**{**GOOD, "num_ranks": 8, "num_experts": 8}, capacity_pool="store")
-    assert config.most_rows(100) == 8 * 100
+    assert config.max_rows(100) == 8 * 100
     never = dataclasses.replace(config, capacity_factor=NO_DROP)
     assert never.store_rows(100, 1) == 800
     assert [config.store_rows(100, layers) for layers in (1, 3, 4)] == [800, 800, 1000]
@@ -147,4 +147,4 @@ def test_sizes_of_a_pass_that_fits_are_not_known_before(capacity_pool):
         with pytest.raises(ValueError, match=r"^capacity_factor must be a number .* got 'fit'"):
             size(7)
     assert config.wire_slots(7) == 7
-    assert config.most_rows(7) == 14
+    assert config.max_rows(7) == 14

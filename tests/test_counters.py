@@ -26,7 +26,7 @@ def test_a_store_is_counted_where_its_rows_are_kept():
     top = torch.zeros(3, dtype=torch.int32)
     # 7 rows need 7, then 14; at most 5 are two of each expert. The last pass is idle.
     for first, passes in ((True, 1), (False, 1), (False, 0)):
-        room = Room(limit=5, most=5, share=7, top=top, first=first)
+        room = Room(limit=5, max_rows=5, share=7, top=top, first=first)
         store_offsets(passes * count_SL, room, **counters.of_receiver)
     assert counters.demand_E.tolist() == [2, 0, 0, 2, 2, 0]
     assert counters.kept_E.tolist() == [0, 0, 8, 2, 0, 0]

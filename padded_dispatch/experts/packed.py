@@ -81,7 +81,7 @@ class _Pass(torch.autograd.Function):
             offsets=row_offsets.offsets,
             num_experts=num_experts,
             num_sources=num_sources,
-            num_rows=min(room.most, num_sources * num_slots * min(top_k, num_experts)),
+            num_rows=min(room.max_rows, num_sources * num_slots * min(top_k, num_experts)),
             num_expected=room.share,
         )
         segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))

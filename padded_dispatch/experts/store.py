@@ -109,7 +109,7 @@ class Room:
 
     Attributes:
         top, first, limit: see `kernels.layout.lay_out`.
-        most: the most rows of the pass (N).
+        max_rows: the most rows of the pass (N).
         overwritten: whether later calls may overwrite rows.
         share: rows of this pass in perfect balance.
         stack: the stack that has the rows; None if they are not kept.
@@ -117,7 +117,7 @@ class Room:
     """
 
     limit: int
-    most: int
+    max_rows: int
     share: int
     top: Tensor | None = None
     first: bool = True
@@ -147,8 +147,8 @@ class Room:
         if self.stack is None or self.entry is None:
             return False
         entries = self.stack.entries
-        behind = entries[entries.index(weakref.ref(self.entry)) + 1 :]
-        return not any(mark() for mark in behind)
+        later_entries = entries[entries.index(weakref.ref(self.entry)) + 1 :]
+        return not any(entry() for entry in later_entries)
 
     def close(self) -> None:
         """Remove the mark when backward lowers `top`; otherwise it dies with the autograd node."""
@@ -200,11 +200,11 @@ class Store:
             count_SL: its device is read.
         """
         captures, stack = is_capturing(), None
-        for one in self._stacks:
-            of_pass = one.captured, one.num_tokens, one.top.device
-            goes_on = of_pass == (captures, num_tokens, count_SL.device)
-            if goes_on and -1 < one.last < numbers[-1] < len(one.rooms):
-                stack = one
+        for candidate in self._stacks:
+            key = candidate.captured, candidate.num_tokens, candidate.top.device
+            matches = key == (captures, num_tokens, count_SL.device)
+            if matches and -1 < candidate.last < numbers[-1] < len(candidate.rooms):
+                stack = candidate
         if stack is None:
             stack = self._begin(num_tokens, captures, count_SL.device)
         else:
@@ -214,27 +214,28 @@ class Store:
         number = numbers[bisect_right(numbers, last)]
         entry = Entry(number=number)
         stack.entries.append(weakref.ref(entry))
-        mine = {"stack": stack, "entry": entry}
-        return dataclasses.replace(stack.rooms[number], top=stack.top, first=last < 0, **mine)
+        return dataclasses.replace(
+            stack.rooms[number], top=stack.top, first=last < 0, stack=stack, entry=entry
+        )
 
     def _begin(self, num_tokens: int, captures: bool, device: torch.device) -> _Stack:
         """Return a stack without rows for a pass that begins, removed from the list of stacks."""
         rooms = _rooms_of(tuple(map(call, self._configs)), num_tokens)
-        num_rows, found = rooms[0].limit, None
+        num_rows, stack = rooms[0].limit, None
         # A capture may also take over a stack that eager passes have left.
-        for stack in sorted(self._stacks, key=attrgetter("captured")):
-            if stack.last < 0 and stack.captured <= captures:
-                if stack.num_rows >= num_rows and stack.top.device == device:
-                    found = stack
-                elif not stack.captured:
-                    self._stacks.remove(stack)
-        if found is None:
+        for candidate in sorted(self._stacks, key=attrgetter("captured")):
+            if candidate.last < 0 and candidate.captured <= captures:
+                if candidate.num_rows >= num_rows and candidate.top.device == device:
+                    stack = candidate
+                elif not candidate.captured:
+                    self._stacks.remove(candidate)
+        if stack is None:
             top = torch.empty(3, dtype=torch.int32, device=device)  # The first call sets it.
-            found = _Stack(num_rows=num_rows, top=top)
+            stack = _Stack(num_rows=num_rows, top=top)
         else:
-            self._stacks.remove(found)
-        found.captured, found.num_tokens, found.rooms = captures, num_tokens, rooms
-        return found
+            self._stacks.remove(stack)
+        stack.captured, stack.num_tokens, stack.rooms = captures, num_tokens, rooms
+        return stack
 
     def release(self, *, captured: bool) -> None:
         """Free stacks without rows: those of graphs, all deleted by now, or of eager passes."""
@@ -247,13 +248,13 @@ def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Roo
     keep = [config for config in configs if not config.fits]  # The others keep no rows here.
     num_rows = sum(config.rows(num_tokens) for config in keep)
     limit = max([num_rows, *(config.store_rows(num_tokens, 1) for config in keep)])
-    most = [0 if config.fits else min(config.most_rows(num_tokens), limit) for config in configs]
+    max_rows = [0 if config.fits else min(config.max_rows(num_tokens), limit) for config in configs]
     rooms = []
     for i, config in enumerate(configs):
         # Rows of call i end at `end` or before. A later call with n rows overwrites beyond M - n.
-        end, share = sum(most[: i + 1]), config.share(num_tokens)
-        overwritten = any(rows and end + rows > limit for rows in most[i + 1 :])
-        rooms.append(Room(limit=limit, most=most[i], share=share, overwritten=overwritten))
+        end, share = sum(max_rows[: i + 1]), config.share(num_tokens)
+        overwritten = any(rows and end + rows > limit for rows in max_rows[i + 1 :])
+        rooms.append(Room(limit=limit, max_rows=max_rows[i], share=share, overwritten=overwritten))
     return tuple(rooms)
 
 
@@ -271,10 +272,10 @@ def room_of_pass(
 def scratch(config: DispatchConfig, num_tokens: int, count_SL: Tensor) -> Room:
     """Return a room that keeps nothing, of a size that follows from the config and T."""
     num_rows = config.store_rows(num_tokens, 1)
-    return Room(limit=num_rows, most=num_rows, share=config.share(num_tokens))
+    return Room(limit=num_rows, max_rows=num_rows, share=config.share(num_tokens))
 
 
 def fitting(count_SL: Tensor) -> Room:
     """Return a room that keeps nothing, for all rows of an eager pass, counted on the host."""
     num_rows = max(1, int(count_SL.sum()))
-    return Room(limit=num_rows, most=num_rows, share=num_rows)
+    return Room(limit=num_rows, max_rows=num_rows, share=num_rows)

@@ -264,7 +264,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         """Log once how much memory it takes to drop nothing, if it is much."""
         num_tokens = len(tokens_TD)
         cells = config.num_local_experts * config.num_sources * num_tokens
-        num_rows = config.most_rows(num_tokens) if self.packed else cells
+        num_rows = config.max_rows(num_tokens) if self.packed else cells
         ratio = num_rows / config.share(num_tokens)
         size = num_rows * tokens_TD.shape[1] * tokens_TD.element_size() / 2**30
         if ratio > (5 if config.capacity_pool == "store" else 1):  # Five: see `store_rows`.
@@ -356,7 +356,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             drops, cells = [], config.capacity_pool == "expert"
             if cells and (capacity := config.capacity(num_tokens)) < num_tokens:
                 drops.append(f"rows of a rank for an expert past {capacity}")
-            if rows < config.most_rows(num_tokens, None if direct else slots):
+            if rows < config.max_rows(num_tokens, None if direct else slots):
                 drops.append(f"rows of a layer past {rows}")
             if slots < num_tokens and not (direct or cells) and config.num_ranks > 1:
                 drops.append(f"tokens from one rank to another past {slots}")

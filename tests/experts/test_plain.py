@@ -17,7 +17,8 @@ NUMBERS = "idle", "num_again", "max_need"
 
 def offsets_of(count: list[list[int]], **room: Any) -> tuple[Any, ...]:
     count_SL = torch.tensor(count, dtype=torch.int32)
-    found = plain.store_offsets(count_SL, Room(**{"limit": 100, "most": 100, "share": 1, **room}))
+    room = {"limit": 100, "max_rows": 100, "share": 1} | room
+    found = plain.store_offsets(count_SL, Room(**room))
     return tuple(tensor.tolist() for tensor in found)
 
 
@@ -40,8 +41,8 @@ def test_the_first_pass_clears_what_broke_off():
 
 def test_rows_are_given_back_in_reverse_order():
     top, count = torch.zeros(3, dtype=torch.int32), torch.tensor([[2]], dtype=torch.int32)
-    first = plain.store_offsets(count, Room(limit=9, most=9, share=1, top=top, first=True))
-    second = plain.store_offsets(count, Room(limit=9, most=9, share=1, top=top, first=False))
+    first = plain.store_offsets(count, Room(limit=9, max_rows=9, share=1, top=top, first=True))
+    second = plain.store_offsets(count, Room(limit=9, max_rows=9, share=1, top=top, first=False))
     plain.release(top, first[0], first[2])
     for top_3, offsets in ((top, second[0]), (torch.tensor([4, 9, 9]), torch.tensor([2, 3, 5]))):
         with pytest.raises(RuntimeError, match="given back before their last use"):
@@ -64,7 +65,7 @@ def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
         level = store.keep(count_SL)
         kept_SL = np.minimum(count_SL, level).astype(int)
         first = layer == 0
-        room = Room(limit=rows, most=rows, share=1, top=top, first=first)
+        room = Room(limit=rows, max_rows=rows, share=1, top=top, first=first)
         given = torch.from_numpy(count_SL).to(torch.int32)
         found = plain.store_offsets(given, room, **counted)
         in_kernel = layout.lay_out(here(given), there_top, first=first, limit=rows, **there)

@@ -38,14 +38,14 @@ def test_sizes():
     assert store.num_rows(10) == 90
     rooms = [take(store, number) for number in range(3)]
     # All tokens of 4 ranks may have both experts here: 80 rows.
-    assert {(room.limit, room.most) for room in rooms} == {(90, 80)}
+    assert {(room.limit, room.max_rows) for room in rooms} == {(90, 80)}
     assert [room.overwritten for room in rooms] == [True, True, False]  # Nothing follows the last.
     # Of 243 rows calls of 80 begin at 163 or behind, where two of them have ended.
     rooms = [take(make_store(*[4.0] * 3 + [0.0001] * 3), number) for number in range(6)]
     assert [room.overwritten for room in rooms] == [False, False, True, True, True, False]
     assert make_store(0.5, 1.0).num_rows(10) == 80  # At least those of a layer,
     room = take(make_store(0.5), 0)  # which is all where there is one.
-    assert (room.limit, room.most, room.overwritten) == (80, 80, False)
+    assert (room.limit, room.max_rows, room.overwritten) == (80, 80, False)
 
 
 def test_a_layer_without_a_limit_makes_room_for_others():
@@ -53,13 +53,13 @@ def test_a_layer_without_a_limit_makes_room_for_others():
     for factor in (1.0, NO_DROP):
         store.add(lambda factor=factor: config(factor, num_ranks=16, num_experts=32))
     rooms = [take(store, number) for number in range(2)]
-    assert {(room.limit, room.most) for room in rooms} == {(320, 320)}  # Not 5 * 20.
+    assert {(room.limit, room.max_rows) for room in rooms} == {(320, 320)}  # Not 5 * 20.
 
 
 def test_most_rows_of_a_pass_are_five_shares_or_the_store():
     store, one = Store(), config(1.0, num_ranks=32, num_experts=64)
     store.add(lambda: one)
-    assert take(store, 0).most == scratch(one, 10, COUNT).limit == 100  # Not 32 * 10 * 2.
+    assert take(store, 0).max_rows == scratch(one, 10, COUNT).limit == 100  # Not 32 * 10 * 2.
 
 
 def test_a_pass_uses_one_stack():
@@ -149,7 +149,7 @@ def test_a_call_with_other_tokens_than_the_pass():
     store = make_store(1, 1)
     rooms = take(store, 0), take(store, 1, num_tokens=20), take(store, 1)
     assert [room.stack is rooms[0].stack for room in rooms] == [True, False, True]
-    assert [room.most for room in rooms] == [80, 160, 80]
+    assert [room.max_rows for room in rooms] == [80, 160, 80]
 
 
 def test_calls_on_another_device_have_other_stacks():
@@ -178,9 +178,9 @@ def test_buffers_are_made_once_for_each_shape():
 def test_scratch_and_fitting():
     room = scratch(config(1.5), 10, COUNT)
     assert room.top is room.stack is None
-    assert (room.limit, room.most) == (80, 80)
+    assert (room.limit, room.max_rows) == (80, 80)
     room = fitting(COUNT)
-    assert (room.top, room.stack, room.limit, room.most) == (None, None, 6, 6)
+    assert (room.top, room.stack, room.limit, room.max_rows) == (None, None, 6, 6)
     assert fitting(COUNT * 0).limit == 1
 
 
