@@ -68,8 +68,8 @@ class RoutingBuffer:
         )
         num_tokens = self.ids_MTK.shape[1]
         if len(asked_TE) != num_tokens:
-            lacks = f"the trace leaves out micro-batches that do not have {num_tokens} tokens"
-            log_once(lacks, logging.WARNING)
+            line = f"the trace leaves out micro-batches that do not have {num_tokens} tokens"
+            log_once(line, logging.WARNING)
             asked_TE, probs_TE = (t.new_zeros(num_tokens, t.shape[1]) for t in (asked_TE, probs_TE))
         expert_TK = make_plan(asked_TE, top_k=self.ids_MTK.shape[2]).expert_TK
         probs_TK = choice_probs(probs_TE, expert_TK)
@@ -99,10 +99,11 @@ def steps_apart(
     Raises:
         ValueError: not even one step fits.
     """
-    of_step = num_records * record_bytes(num_tokens, top_k) + HEADER_BYTES
-    most, rule = MAX_BYTES // of_step, f"have at most {MAX_BYTES} bytes for each step and rank"
-    require(most >= 1, "trace", of_step, rule, "set trace=None")
-    return next(n for n in count(every, every) if num_steps // n - steps_done // n <= most)
+    step_bytes = num_records * record_bytes(num_tokens, top_k) + HEADER_BYTES
+    rule = f"have at most {MAX_BYTES} bytes for each step and rank"
+    max_steps = MAX_BYTES // step_bytes
+    require(max_steps >= 1, "trace", step_bytes, rule, "set trace=None")
+    return next(n for n in count(every, every) if num_steps // n - steps_done // n <= max_steps)
 
 
 class TraceRecorder:
@@ -140,7 +141,7 @@ class TraceRecorder:
 
     def step(self, number: int) -> None:
         """Copy the buffers if the step is recorded; call it after each step, on its stream."""
-        self._take()
+        self._write_pending()
         if number % self.every == 0:
             for copies, buffer in zip(self._copies, self._buffers.values(), strict=True):
                 for copy, tensor in zip(copies, buffer.tensors(), strict=True):
@@ -151,11 +152,11 @@ class TraceRecorder:
 
     def close(self) -> None:
         """Write the pending step and close the file; call it once, after the last step."""
-        self._take()
+        self._write_pending()
         if self._file is not None:
             self._file.close()
 
-    def _take(self) -> None:
+    def _write_pending(self) -> None:
         """Write the pending step."""
         if self._pending is None:
             return

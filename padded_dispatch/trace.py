@@ -5,8 +5,9 @@ with several micro-batches has several records of a (layer, rank), in their orde
 ids are in ascending order, then -1.
 
 A file is a sequence of NumPy arrays, one for each recorded step, each written by `np.save`. An
-array's elements are records of fixed size, with the fields `step layer rank`, `_IN_RECORD`, `probs
-ids`. Reading unpickles nothing. A last array that a killed process left incomplete is skipped.
+array's elements are records of fixed size, with the fields `step layer rank`, `_RUN_FIELDS`,
+`probs ids`. Reading unpickles nothing. A last array that a killed process left incomplete is
+skipped.
 
 A recording is several files, `rank-RANK-step-STEP.npy`; STEP steps were done before the file. A
 resumed run writes new files. `load_traces` takes a file's steps only up to the STEP of the next
@@ -34,7 +35,7 @@ from padded_dispatch.config import CapacityPool, Policy, require
 MAX_EXPERTS = 2**15 - 1  # ids are int16
 HEADER_BYTES = 512  # of a step in a file, at most
 _ARRAYS = "steps", "layers", "ranks", "ids_NTK", "probs_NTK"
-_NUMBERED = {  # Settings that a file stores as the index of their value here.
+_CODED_FIELDS = {  # Settings that a file stores as the index of their value here.
     "capacity_pool": (None, "expert", "store"),
     "strikes": (None, "probs", "position"),
 }
@@ -71,16 +72,16 @@ class TracedRun:
     strikes: Policy | None = None
 
     def __post_init__(self) -> None:
-        most = {"num_experts": MAX_EXPERTS, "top_k": self.num_experts}
+        limits = {"num_experts": MAX_EXPERTS, "top_k": self.num_experts}
         for name in ("num_experts", "top_k", "num_tokens", "num_ranks", "hidden_size", "fc1_width"):
-            value, limit = getattr(self, name), most.get(name, 2**31 - 1)
+            value, limit = getattr(self, name), limits.get(name, 2**31 - 1)
             require(1 <= value <= limit, name, value, f"be from 1 to {limit}")
         etp, rule = self.etp_size, f"divide num_ranks={self.num_ranks}"
         require(etp >= 1 and self.num_ranks % etp == 0, "etp_size", etp, rule)
 
 
 # The fields of the run in each record of a file, in this order; the shape of ids gives T and K.
-_IN_RECORD = tuple(f.name for f in fields(TracedRun) if f.name not in ("num_tokens", "top_k"))
+_RUN_FIELDS = tuple(f.name for f in fields(TracedRun) if f.name not in ("num_tokens", "top_k"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,9 +114,9 @@ class Trace:
         rule = f"be [N, T, K] with at least one record and [T, K] = {expected}"
         require(num_records >= 1 and sizes == expected, "ids_NTK.shape", self.ids_NTK.shape, rule)
         lowest, highest = self.ids_NTK.min(), self.ids_NTK.max()
-        found = int(highest if lowest >= -1 else lowest)
+        extreme = int(highest if lowest >= -1 else lowest)
         rule = f"be -1 or an expert below num_experts={num_experts}"
-        require(-1 <= found < num_experts, "ids_NTK", found, rule)
+        require(-1 <= extreme < num_experts, "ids_NTK", extreme, rule)
 
     @property
     def microbatches(self) -> NDArray[np.int64]:
@@ -151,11 +152,11 @@ def merge(parts: Mapping[Any, Trace]) -> Trace:
     for name, part in parts.items():
         keys = np.unique(np.stack([part.steps, part.layers, part.ranks]), axis=1)
         for step, layer, rank in keys.T.tolist():
-            before = seen.setdefault((step, layer, rank), name)
-            if before is not name:
+            other_name = seen.setdefault((step, layer, rank), name)
+            if other_name is not name:
                 raise ValueError(
                     f"step {step}, layer {layer}, rank {rank} must be in one trace, got it in "
-                    f"{before} and {name}; give every trace once"
+                    f"{other_name} and {name}; give every trace once"
                 )
     arrays = {name: np.concatenate([getattr(t, name) for t in parts.values()]) for name in _ARRAYS}
     whole = replace(first, **arrays)
@@ -177,16 +178,16 @@ def load_traces(paths: Sequence[Path]) -> Trace:
     files = [
         file for path in paths for file in (sorted(path.glob("*.npy")) if path.is_dir() else [path])
     ]
-    begun = {file: step for file in files if (step := steps_before(file)) is not None}
+    steps_done = {file: step for file in files if (step := steps_before(file)) is not None}
     # The steps of a file end where a later file of any rank begins. The same rank may have none: it
     # was killed before its first step, or its next file is on the disk of a host that left the run.
-    starts = sorted({*begun.values()})
+    starts = sorted({*steps_done.values()})
     ends: dict[int | None, int] = dict(pairwise(starts))
     traces: dict[Path, Trace] = {}
     for file in files:
         trace = _load(file)
         if trace is not None:
-            kept = trace.steps <= ends.get(begun.get(file), math.inf)
+            kept = trace.steps <= ends.get(steps_done.get(file), math.inf)
             if kept.any():
                 traces[file] = trace if kept.all() else trace.where(kept)
     if not traces:
@@ -195,9 +196,10 @@ def load_traces(paths: Sequence[Path]) -> Trace:
             "none; give the folder of `train --trace`"
         )
     merged = merge(traces)
-    kept, run = np.zeros(len(merged.steps), bool), np.searchsorted(starts, merged.steps)
-    for number in np.unique(run):
-        kept |= (run == number) & (merged.steps <= _last_common_step(merged, run == number))
+    kept, run_numbers = np.zeros(len(merged.steps), bool), np.searchsorted(starts, merged.steps)
+    for number in np.unique(run_numbers):
+        of_run = run_numbers == number
+        kept |= of_run & (merged.steps <= _last_common_step(merged, of_run))
     return merged if kept.all() else merged.where(kept)
 
 
@@ -228,9 +230,9 @@ def append(part: Trace, file: BinaryIO) -> None:
     """Append records to a file that was opened for binary writing, and flush it for readers."""
     records = np.empty(len(part.steps), _record_dtype(part.run.num_tokens, part.run.top_k))
     records["step"], records["layer"], records["rank"] = part.steps, part.layers, part.ranks
-    for name in _IN_RECORD:
+    for name in _RUN_FIELDS:
         value = getattr(part.run, name)
-        records[name] = _NUMBERED[name].index(value) if name in _NUMBERED else value
+        records[name] = _CODED_FIELDS[name].index(value) if name in _CODED_FIELDS else value
     records["probs"], records["ids"] = part.probs_NTK, part.ids_NTK
     np.save(file, records, allow_pickle=False)
     file.flush()
@@ -241,9 +243,9 @@ _MAGIC = npy.magic(1, 0)
 
 
 def _record_dtype(num_tokens: int, top_k: int) -> np.dtype:
-    choices = num_tokens, top_k
-    fields = [(name, "<i4") for name in ("layer", "rank", *_IN_RECORD)]
-    return np.dtype([("step", "<i8"), *fields, ("probs", "<f4", choices), ("ids", "<i2", choices)])
+    shape = num_tokens, top_k
+    fields = [(name, "<i4") for name in ("layer", "rank", *_RUN_FIELDS)]
+    return np.dtype([("step", "<i8"), *fields, ("probs", "<f4", shape), ("ids", "<i2", shape)])
 
 
 def _load(path: Path) -> Trace | None:
@@ -277,18 +279,18 @@ def _trace(arrays: Sequence[NDArray[np.void]]) -> Trace:
     def joined(field: str) -> NDArray:
         return np.concatenate([array[field] for array in arrays])
 
-    settings = np.unique(np.stack([joined(name) for name in _IN_RECORD], axis=1), axis=0).tolist()
+    settings = np.unique(np.stack([joined(name) for name in _RUN_FIELDS], axis=1), axis=0).tolist()
     rule, fix = "be alike in all records", "record every configuration into its own file"
-    require(len(settings) == 1, f"({', '.join(_IN_RECORD)})", settings, rule, fix)
-    of_run: dict[str, Any] = dict(zip(_IN_RECORD, settings[0], strict=True))
-    for name, known in _NUMBERED.items():
-        number = of_run[name]
-        require(0 <= number < len(known), name, number, f"be below {len(known)}")
-        of_run[name] = known[number]
+    require(len(settings) == 1, f"({', '.join(_RUN_FIELDS)})", settings, rule, fix)
+    run_fields: dict[str, Any] = dict(zip(_RUN_FIELDS, settings[0], strict=True))
+    for name, values in _CODED_FIELDS.items():
+        number = run_fields[name]
+        require(0 <= number < len(values), name, number, f"be below {len(values)}")
+        run_fields[name] = values[number]
     ids_NTK = joined("ids")
     _, num_tokens, top_k = ids_NTK.shape
     return Trace(
-        run=TracedRun(num_tokens=num_tokens, top_k=top_k, **of_run),
+        run=TracedRun(num_tokens=num_tokens, top_k=top_k, **run_fields),
         steps=joined("step"),
         layers=joined("layer"),
         ranks=joined("rank"),
