@@ -38,7 +38,7 @@ CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
 
 # The capacity factor that drops nothing, whatever the routing.
 NO_DROP = math.inf
-_OF_STORE = 1.25  # NO_DROP's factor for a store: with a fresh router, 1 % of rows are recomputed.
+_STORE_FACTOR = 1.25  # NO_DROP's for a store: with a fresh router, 1 % of rows are recomputed.
 
 # The capacity factor of eager passes that size their buffers to their routing, and drop nothing.
 FIT: Final = "fit"
@@ -204,7 +204,7 @@ class DispatchConfig:
         Example: T=4096, K=8, E=128, R=8, factor 1.25 gives 40,960 rows, in a store and in cells.
         """
         require_tokens(num_tokens)
-        factor = _OF_STORE if self._factor == NO_DROP else self._factor
+        factor = _STORE_FACTOR if self._factor == NO_DROP else self._factor
         most = self.max_rows(num_tokens)
         if self.capacity_pool == "expert":
             return most
@@ -219,7 +219,7 @@ class DispatchConfig:
         require_tokens(num_tokens)
         if self.fits:
             return num_tokens
-        factor = max(self._factor, _OF_STORE if self.capacity_pool == "store" else 0)
+        factor = max(self._factor, _STORE_FACTOR if self.capacity_pool == "store" else 0)
         return min(num_tokens, self.num_local_experts * self._slots(num_tokens, factor))
 
     @property

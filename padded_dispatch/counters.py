@@ -97,7 +97,7 @@ class Counters:
         self, config: DispatchConfig, device: torch.device | str | int, *, rank: int = 0
     ) -> None:
         num_experts, num_local = config.num_experts, config.num_local_experts
-        self._of_cells, self._top_k = config.capacity_pool == "expert", config.top_k
+        self._has_cells, self._top_k = config.capacity_pool == "expert", config.top_k
         self._num_local = num_local
         num_totals = 2 * num_experts + len(SCALARS)
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
@@ -106,7 +106,7 @@ class Counters:
             setattr(self, name, count)
         self.kept_L = self.kept_E[rank * num_local : (rank + 1) * num_local]
         self.of_receiver = {"idle": self.idle_passes}
-        if not self._of_cells:
+        if not self._has_cells:
             of_store = {"kept_L": self.kept_L, "num_again": self.num_again}
             self.of_receiver |= of_store | {"max_need": self.max_need}
 
@@ -114,7 +114,7 @@ class Counters:
     def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
         """Count one selection; see `RoutingObserver`."""
         demand_E = selection.demand_E
-        if self._of_cells and demand_E is None:
+        if self._has_cells and demand_E is None:
             demand_E = asked_TE.sum(0, dtype=torch.int32)
         count = count_in_torch
         if asked_TE.is_cuda:
@@ -123,10 +123,10 @@ class Counters:
             self.totals,
             self.max_need,
             asked_TE,
-            selection.kept_TE if self._of_cells else None,
+            selection.kept_TE if self._has_cells else None,
             demand_E,
             self._top_k,
-            asked_TE.shape[1] * selection.capacity if self._of_cells else 0,
+            asked_TE.shape[1] * selection.capacity if self._has_cells else 0,
         )
 
     @torch.no_grad()
@@ -175,8 +175,8 @@ def count_in_torch(
     counts["num_positions"] += len(asked_TE)
     counts["num_passes"] += 1
     counts["num_slots"] += num_slots
-    goes_on_TE = asked_TE if kept_TE is None else kept_TE
-    counts["num_unplaced"] += (goes_on_TE.sum(1) - top_k).clamp(min=0).sum()
+    planned_TE = asked_TE if kept_TE is None else kept_TE
+    counts["num_unplaced"] += (planned_TE.sum(1) - top_k).clamp(min=0).sum()
     if kept_TE is not None:
         counts["kept_E"] += kept_TE.sum(0)
         counts["lost_tokens"] += (asked_TE.any(1) & ~kept_TE.any(1)).sum()
