@@ -36,7 +36,7 @@ def train(given: argparse.Namespace) -> int:
     if last is None:
         return 0
     verb = "fell" if last < first else "did not fall: it went"
-    launch.show(f"loss {verb} from {first:.2f} to {last:.2f}")
+    launch.show(f"loss {verb} from {first:.2f} to {last:.2f} (mean of the last lines, at most ten)")
     return 0 if last < first else 1
 
 
@@ -74,7 +74,7 @@ def _start(runs: list[Settings], titles: list[str]) -> Any:
     ended = multiprocessing.get_context("spawn").RawValue("i", 0)  # runs, written by rank 0
     left = runs, titles
     while left[0]:
-        launch.show(f"starting {num_workers} processes: 10 to 30 seconds")
+        launch.show(f"starting {_processes(num_workers)}: 10 to 30 seconds")
         try:
             outcome = launch.start_workers(work, (*left, ended), num_workers=num_workers)
             break
@@ -145,6 +145,10 @@ def _header(settings: Settings) -> str:
         f"{settings.preset}, {settings.recipe.num_layers} layers, {model.top_k} of "
         f"{model.num_experts} experts per token; {dispatch.dispatcher}"
         + (", nothing dropped" if factor is None else f", capacity factor {factor:g}")
-        + f"; {layout.workers} processes ({layout.device})"
+        + f"; {_processes(layout.workers)} ({layout.device})"
         + "".join(f", {n.upper()} {getattr(layout, n)}" for n in sizes if getattr(layout, n) > 1)
     )
+
+
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"

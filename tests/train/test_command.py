@@ -67,7 +67,7 @@ def test_a_contender_that_fails_leaves_the_rows_of_all(tmp_path, capfd):
     found = capfd.readouterr()
     words = fails.removeprefix("--vs ")
     assert found.err.splitlines()[-1] == f"2 of 4 failed: 1/4 {words}; 4/4 {words}"
-    assert found.out.count("starting 1 processes") == 2
+    assert found.out.count("starting 1 process: 10 to 30 seconds\n") == 2
     # Also those that fail print the line of their last step, with what it dropped.
     lines = [line for line in found.out.splitlines() if line.startswith("step ")]
     assert lines and all(" | dropped " in line for line in lines)
@@ -96,14 +96,15 @@ def test_a_run_that_is_stopped_leaves_what_it_had(tmp_path, capfd):
     assert capfd.readouterr().out.endswith(f"\nended early: 2 of 9 steps are in {path}\n")
 
 
-@pytest.mark.parametrize(("losses", "code"), [([5, 4], 0), ([4, 5], 1), ([5], 0)])
+@pytest.mark.parametrize(("losses", "code"), [([5, 3, 5], 0), ([4, 5], 1), ([5], 0)])
 def test_train_says_whether_the_loss_fell(monkeypatch, capsys, losses, code):
     rows: Any = [SimpleNamespace(loss=loss) for loss in losses]
     outcome = Outcome(rows=rows, evaluations={})
     monkeypatch.setattr(command, "_start", lambda runs, titles: outcome)
     assert command.train(read(["--device", "cpu"])) == code
-    said = {0: "loss fell from 5.00 to 4.00\n", 1: "loss did not fall: it went from 4.00 to 5.00\n"}
-    assert capsys.readouterr().out == (said[code] if len(losses) > 1 else "")
+    verb = ("fell from 5.00 to 4.00", "did not fall: it went from 4.00 to 5.00")[code]
+    line = f"loss {verb} (mean of the last lines, at most ten)\n"
+    assert capsys.readouterr().out == (line if len(losses) > 1 else "")
 
 
 @pytest.mark.parametrize(
