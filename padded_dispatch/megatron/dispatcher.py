@@ -139,7 +139,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     @property
     def dispatch_config(self) -> DispatchConfig:
         """The config that decides the shapes of the next pass."""
-        return self.configs.now
+        return self.configs.current
 
     @property
     def shares_per_token(self) -> int | None:
@@ -191,7 +191,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         Returns:
             The tokens, and the probability of each choice, [T, K], at least fp32.
         """
-        config, shape = self.configs.now, tokens.shape[:-1]
+        config, shape = self.configs.current, tokens.shape[:-1]
         num_slots = self._slots(config, tokens.flatten(0, -2))
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
@@ -296,7 +296,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Set the experts' `call`; return tokens [T, D], kept rows [E] and probabilities [T, K]."""
-        config, tokens_TD = self.configs.now, hidden_states.flatten(0, -2)
+        config, tokens_TD = self.configs.current, hidden_states.flatten(0, -2)
         assert self.kept_E is not None
         weights = self.experts.linear_fc1.weight, self.experts.linear_fc2.weight
         has_gradients = any(given.requires_grad for given in (tokens_TD, probs, *weights))
@@ -377,7 +377,7 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         """Send tokens to the ranks of their experts, in padded cells."""
         if self.shared_overlap is not None:
             self.shared_overlap.wait()
-        config, tokens_TD = self.configs.now, hidden_states.flatten(0, -2)
+        config, tokens_TD = self.configs.current, hidden_states.flatten(0, -2)
         wire = self._start(config, tokens_TD)
         if self.config.overlap_moe_expert_parallel_comm:  # Another stream reads the plan.
             for name in _PLAN_TENSORS:

@@ -21,9 +21,9 @@ class LayerConfigs:
         training: the config of training passes.
         evaluation: the config of evaluation passes.
         generation: the config of text generation in a CUDA graph.
-        given_context: whether the layer was last called with an `inference_context`.
-        controlled: whether a `Telemetry` reads what this layer drops.
-        retried: whether a `Retry` repeats steps in which this layer drops.
+        has_context: whether the layer was last called with an `inference_context`.
+        has_telemetry: whether a `Telemetry` reads what this layer drops.
+        has_retry: whether a `Retry` repeats steps in which this layer drops.
         router: the router of the layer; None before the layer has one.
 
     Args:
@@ -33,7 +33,7 @@ class LayerConfigs:
     def __init__(self, config: Any, **sizes: Any) -> None:
         self._translate = functools.partial(dispatch_config, config, **sizes)
         self._options = padded_options(config)
-        self.controlled = self.retried = self.given_context = False
+        self.has_telemetry = self.has_retry = self.has_context = False
         self.router: Any = None
         self.find_factors(None)
 
@@ -42,10 +42,10 @@ class LayerConfigs:
         translate = functools.partial(self._translate, layer_number=layer_number)
         self.training, self.evaluation = translate(), translate(training=False)
         self.generation = dataclasses.replace(self.training, capacity_factor=NO_DROP)
-        self._fits = dataclasses.replace(self.training, capacity_factor=FIT)
+        self._fitting = dataclasses.replace(self.training, capacity_factor=FIT)
 
     @property
-    def now(self) -> DispatchConfig:
+    def current(self) -> DispatchConfig:
         """The config for the layer's current mode.
 
         Text generation drops nothing unless `eval_factor` is a number: sizes of eager passes follow
@@ -56,7 +56,7 @@ class LayerConfigs:
         if self.in_training:
             return self.training
         if eval_factor in (None, FIT) and self.generates:
-            return self.generation if capturing() else self._fits
+            return self.generation if capturing() else self._fitting
         return self.training if eval_factor is None and capturing() else self.evaluation
 
     @property
@@ -71,21 +71,21 @@ class LayerConfigs:
         It then gets an `inference_context`, or runs in torch's inference mode, as in Megatron's
         engines, where a rank without a request computes for its peers without a context.
         """
-        return not self.in_training and (self.given_context or torch.is_inference_mode_enabled())
+        return not self.in_training and (self.has_context or torch.is_inference_mode_enabled())
 
-    def check_controlled(self) -> None:
+    def check_on_overflow(self) -> None:
         """Raise if `on_overflow` asks for an object that is missing.
 
         Raises:
             ValueError: names the option.
         """
-        if self._options.on_overflow == "error" and not self.controlled:
+        if self._options.on_overflow == "error" and not self.has_telemetry:
             raise ValueError(
                 "a training loop must have a Telemetry to follow on_overflow='error', got none; "
                 "make a padded_dispatch.megatron.Telemetry of the model before the first step and "
                 "call its step() after each one, or leave the option out"
             )
-        if self._options.on_overflow == "retry" and not self.retried:
+        if self._options.on_overflow == "retry" and not self.has_retry:
             raise ValueError(
                 "a training loop must repeat steps with on_overflow='retry', got one without "
                 "padded_dispatch.megatron.Retry; wrap the forward-backward function in it. For "

@@ -74,7 +74,7 @@ class Retry:
         self._layers = [m for chunk in chunks for m in chunk.modules() if is_padded(m)]
         dispatchers = [layer.token_dispatcher for layer in self._layers]
         for dispatcher in dispatchers:
-            dispatcher.configs.retried = True
+            dispatcher.configs.has_retry = True
         self._counters = [c for d in dispatchers for c in (d.counters, d.eval_counters)]
 
     def __call__(self, **kwargs: Any) -> list[Any]:

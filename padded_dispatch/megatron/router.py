@@ -77,7 +77,7 @@ class SelectAfterCounting(TopKRouter):
         evaluation passes that fit, ranks may differ in T, as in Megatron's dynamic engine.
         """
         configs, tokens_TD = self.dispatcher.configs, input.flatten(0, -2)
-        config = configs.now
+        config = configs.current
         if self._settings is None:  # Options and Megatron's fields are read once.
             self._settings = settings_of(self.config)
         captures = self.config.cuda_graph_impl == "transformer_engine"
@@ -88,7 +88,7 @@ class SelectAfterCounting(TopKRouter):
             # Further values with which one rank would raise later, with its peers in the exchange.
             (
                 *self._settings,
-                ("layer has a Telemetry", configs.controlled),
+                ("layer has a Telemetry", configs.has_telemetry),
                 ("padding_mask is given", captures and padding_mask is not None),
             ),
             any_tokens=config.fits and not self.training,
@@ -97,7 +97,7 @@ class SelectAfterCounting(TopKRouter):
             training=int(self.training),
         )
         if self.training:
-            configs.check_controlled()
+            configs.check_on_overflow()
             if self.dispatcher.see_pass is not None:
                 self.dispatcher.see_pass(input)
         num_tokens = tokens_TD.shape[0]
@@ -157,7 +157,7 @@ class SelectAfterCounting(TopKRouter):
             fields[name] = factor
         if padding_mask is not None:
             map_TE = map_TE & ~padding_mask.reshape(-1, 1)
-        config, num_tokens = self.dispatcher.configs.now, map_TE.shape[0]
+        config, num_tokens = self.dispatcher.configs.current, map_TE.shape[0]
         require(
             not (config.fits and capturing()),
             "capacity_factor",

@@ -143,7 +143,7 @@ class Telemetry:
         logs, device = dist.get_rank() == 0, device_of(chunks)
         self._reader = Reader(local, settings, [None], device, step, logs=logs)
         for layer in local.values():
-            layer.token_dispatcher.configs.controlled = True
+            layer.token_dispatcher.configs.has_telemetry = True
         self._reader.finish(self._reader.start(step))
         self._pending: Copy | None = None
 

@@ -31,20 +31,20 @@ class Watch:
 
     def __init__(self, first: Any) -> None:
         self.layers = [first]
-        self.steps = 0
-        self._left: int | None = None  # passes of the step that are still to begin
+        self.num_steps = 0
+        self._num_left: int | None = None  # passes of the step that are still to begin
         self._input: Callable[[], Any] = lambda: None
         self._reader: Reader | None = None
         self._pending: deque[Copy] = deque()
 
     def __del__(self) -> None:
-        self.say()
+        self.log_arrived()
 
-    def takes(self, layer: Any) -> bool:
+    def accepts(self, layer: Any) -> bool:
         """Return whether a layer may join: it has the same config and group, in the first step."""
         first, ep_group = self.layers[0], layer.token_dispatcher.ep_group
         same = layer.config is first.config and ep_group is first.token_dispatcher.ep_group
-        return same and self.steps == 0
+        return same and self.num_steps == 0
 
     def see_pass(self, hidden_states: Any) -> None:
         """Count a training pass of the first layer; of a recomputed pass, only the second run.
@@ -55,31 +55,31 @@ class Watch:
             return
         self._input = weakref.ref(hidden_states)
         self._end_step_of_passes()
-        self._left = (self._left or _num_passes(self.layers[0].config)) - 1
-        if self._left == 0 and hidden_states.requires_grad:
+        self._num_left = (self._num_left or _num_passes(self.layers[0].config)) - 1
+        if self._num_left == 0 and hidden_states.requires_grad:
             # A graph keeps its input, and a layer its graph. A hook that kept the layer would keep
             # all three alive, and NCCL would wait forever for the end of a graph that captured it.
-            me = weakref.ref(self)
+            watch_ref = weakref.ref(self)
 
             def end_step(grad: Any) -> None:
-                if (watch := me()) is not None:
+                if (watch := watch_ref()) is not None:
                     watch._end_step_of_passes()
 
             hidden_states.register_hook(end_step)
-        self.say()
+        self.log_arrived()
 
     def _end_step_of_passes(self) -> None:
         """End the step, if all its passes have begun and it has not ended yet."""
-        if self._left == 0:
+        if self._num_left == 0:
             self.end_step()
 
     def end_step(self) -> None:
         """Start a read of what the step dropped, unless the loop applies `on_overflow` itself."""
-        self.steps += 1
-        self._left = None
+        self.num_steps += 1
+        self._num_left = None
         dispatcher = self.layers[0].token_dispatcher
-        follows = padded_options(self.layers[0].config).on_overflow != "warn"
-        if follows or dispatcher.configs.controlled:
+        warns = padded_options(self.layers[0].config).on_overflow == "warn"
+        if not warns or dispatcher.configs.has_telemetry:
             return
         if self._reader is None:
             # Replicas are left out: they may run another number of micro-batches.
@@ -93,10 +93,10 @@ class Watch:
                 0,
                 logs=dispatcher._logs,
             )
-        self._pending.append(self._reader.start(self.steps))
-        self.say()
+        self._pending.append(self._reader.start(self.num_steps))
+        self.log_arrived()
 
-    def say(self) -> None:
+    def log_arrived(self) -> None:
         """Log the readings that have arrived and have drops."""
         while self._pending:
             arrived = self._pending[0].arrived
@@ -116,7 +116,7 @@ def see_pass(moe: Any, hidden_states: Any) -> None:
     watch: Watch | None = vars(moe.token_dispatcher).get("watch")
     if watch is None:
         watch = _last[0]() if _last else None
-        if watch is None or not watch.takes(moe):
+        if watch is None or not watch.accepts(moe):
             watch = Watch(moe)
             _last[:] = [weakref.ref(watch)]
             _watches[watch] = None
@@ -131,14 +131,15 @@ def see_iteration() -> None:
     """End the step of all watches after the replay of the process's graph of a whole step."""
     for watch in list(_watches):
         if captures_iteration(watch.layers[0].config):
-            watch.steps += watch._left == 0  # The eager step before, if no hook has ended it.
+            if watch._num_left == 0:  # The eager step before, if no hook has ended it.
+                watch.num_steps += 1
             watch.end_step()
 
 
 @atexit.register
-def _say_last() -> None:
+def _log_last() -> None:
     for watch in list(_watches):
-        watch.say()
+        watch.log_arrived()
 
 
 def _num_passes(config: Any) -> int:

@@ -40,17 +40,17 @@ def test_factors_follow_mode_capture_and_text_generation(monkeypatch, eval_facto
     config = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=1.5)
     options = {"eval_factor": eval_factor, "layer_factors": {4: 3.0}}
     other, configs = (layer_configs(config, number, **options) for number in (4, 3))
-    assert (other.now.capacity_factor, configs.now.capacity_factor) == (3.0, 1.5)
-    assert (configs.now.num_ranks, configs.now.capacity_pool) == (3, "store")
+    assert (other.current.capacity_factor, configs.current.capacity_factor) == (3.0, 1.5)
+    assert (configs.current.num_ranks, configs.current.capacity_pool) == (3, "store")
     configs.router.training = False
     found = []
     for generates, captures in itertools.product((False, True), (False, True)):
         monkeypatch.setattr(cuda_graphs, capture, captures)
-        configs.given_context = generates
-        found.append(configs.now.capacity_factor)
-        configs.given_context = False
+        configs.has_context = generates
+        found.append(configs.current.capacity_factor)
+        configs.has_context = False
         with torch.inference_mode(generates):
-            assert configs.now.capacity_factor == found[-1]
+            assert configs.current.capacity_factor == found[-1]
     assert tuple(found) == FACTORS[eval_factor]
 
 
@@ -59,6 +59,6 @@ def test_evaluation_that_a_graph_of_iterations_captures_is_as_training():
     for eval_factor, evaluation in ((None, 3.0), (FIT, FIT)):
         configs = layer_configs(config, 1, eval_factor=eval_factor, layer_factors={1: 3.0})
         configs.router.training = False
-        assert configs.now.capacity_factor == evaluation
+        assert configs.current.capacity_factor == evaluation
         with torch.inference_mode():
-            assert configs.now.capacity_factor == FIT
+            assert configs.current.capacity_factor == FIT

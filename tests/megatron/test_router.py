@@ -93,7 +93,7 @@ def _disagreements() -> dict[str, str]:
         with torch.set_grad_enabled(not other):
             differ("gradients are enabled is True on rank 0, False on rank 1", made())
         controlled = made()
-        controlled.dispatcher.configs.controlled = other
+        controlled.dispatcher.configs.has_telemetry = other
         differ("layer has a Telemetry is False on rank 0, True on rank 1", controlled)
         graphed = made(**layer_graphs("moe_router"))
         mask = torch.zeros(1, T, dtype=torch.bool) if other else None

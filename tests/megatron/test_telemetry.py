@@ -142,7 +142,7 @@ def test_a_factor_for_all_layers_takes_the_place_of_those_for_some(caplog):
 def test_what_is_repeated_or_below_the_threshold_is_not_said(caplog, options):
     chunk, telemetry = overflowing(**options)
     for layer in chunk:
-        layer.token_dispatcher.configs.retried = True
+        layer.token_dispatcher.configs.has_retry = True
     passes(chunk)
     assert telemetry.read().training.dropped_share.all()
     assert caplog.messages == []

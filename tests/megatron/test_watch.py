@@ -97,7 +97,7 @@ def test_replays_recompute_and_evaluation_are_no_steps(alone, caplog, changes):
         for number in (1, 2, 3):
             training.step(number)
         training.end()
-        steps = training.moe[0][1].token_dispatcher.watch.steps
+        steps = training.moe[0][1].token_dispatcher.watch.num_steps
     assert steps == 4 and len(said(caplog)) == 3
 
 
@@ -139,7 +139,7 @@ def test_a_reading_waits_for_its_copy_and_the_loop_does_not(alone, caplog, end):
                 del training
                 gc.collect()
             else:
-                watch._say_last()
+                watch._log_last()
     assert [text.rpartition("(")[2] for text in said(caplog)] == [
         f"warning {n})" for n in (1, 2, 4)
     ]
@@ -201,7 +201,7 @@ def test_one_pass_of_recompute_counts_and_none_without_gradients(reentrant, modu
             tokens = torch.randn(8, 1, tiny.HIDDEN, requires_grad=True)
             again: Any = checkpoint(layer, tokens, use_reentrant=reentrant)
             again[0].sum().backward()
-        assert layer.token_dispatcher.watch.steps == 3
+        assert layer.token_dispatcher.watch.num_steps == 3
 
 
 @pytest.mark.parametrize("experts", ["module", "packed"])
@@ -212,7 +212,7 @@ def test_a_layer_ends_with_its_graph(experts):
         tokens = torch.randn(8, 1, tiny.HIDDEN, requires_grad=True)
         layer.graph = tokens, layer(tokens)[0]
         layer.graph[1].sum().backward()
-        assert layer.token_dispatcher.watch.steps == 1  # The hook has been called.
+        assert layer.token_dispatcher.watch.num_steps == 1  # The hook has been called.
         alive = weakref.ref(layer)
         del layer, tokens
         gc.collect()
@@ -262,7 +262,7 @@ def _in_a_loop_of_its_own() -> int:
                 layer(torch.randn(6, 1, tiny.HIDDEN).requires_grad_())[0].sum().backward()
             for parameter in layer.parameters():
                 dist.all_reduce(parameter.grad, group=replicas)
-        return layer.token_dispatcher.watch.steps
+        return layer.token_dispatcher.watch.num_steps
 
 
 def test_replicas_may_take_other_numbers_of_micro_batches(pool2):

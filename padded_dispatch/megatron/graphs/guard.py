@@ -188,8 +188,8 @@ def _see(layer: Any, moe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         "of its layers",
         "set it, or leave the scopes empty, which captures whole layers",
     )
-    given_context = kwargs.get("inference_context") is not None
-    moe.token_dispatcher.configs.given_context = given_context
+    has_context = kwargs.get("inference_context") is not None
+    moe.token_dispatcher.configs.has_context = has_context
     if layer.training:
         schedule.check_packed(layer, kwargs.get("packed_seq_params"))
         schedule.note_mask(layer, kwargs.get("padding_mask"))

@@ -81,7 +81,7 @@ def test_a_layer_learns_whether_it_generates_text(megatron):
     layer.forward = lambda *_, **__: None
     for one in (context, None, context):
         layer(torch.ones(LENGTH, 1, tiny.HIDDEN), inference_context=one, **given)
-        assert configs.generates == configs.given_context == (one is not None)
+        assert configs.generates == configs.has_context == (one is not None)
     layer.train()
     assert not configs.generates
 
