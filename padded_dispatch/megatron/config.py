@@ -92,29 +92,29 @@ def _refused_graphs(config: Any) -> list[str]:
     impl = _read(config, "cuda_graph_impl")
     if captures_iteration(config):
         return []
-    captures_experts, found = captures(config, "moe"), []
+    captures_experts, lines = captures(config, "moe"), []
     quantizes = _read(config, "fp8") or _read(config, "fp4")
-    follows = quantizes or _read(config, "disable_parameter_transpose_cache")
-    if captures_experts and _read(config, "quant_recipe") and not follows:
-        found.append(
+    captures_quantization = quantizes or _read(config, "disable_parameter_transpose_cache")
+    if captures_experts and _read(config, "quant_recipe") and not captures_quantization:
+        lines.append(
             f"  quant_recipe with experts in a CUDA graph (cuda_graph_impl={impl!r}), without "
             "fp8 or fp4: Megatron then captures no quantization of weights, so replays would go on "
             "with those of the capture. Remedy: set fp8 or fp4, or "
             "disable_parameter_transpose_cache=True."
         )
-    why = {
+    reasons = {
         "overlap_moe_expert_parallel_comm": "the schedule runs layers in pieces, beside such "
         "graphs",
         "overlap_dispatch_backward_with_experts_wgrad": "in a replay, Megatron's DDP does not see "
         "gradients that come after backward",
     }
-    for name, reason in why.items():
+    for name, reason in reasons.items():
         if _read(config, name) and (captures_experts or impl == "local"):
-            found.append(
+            lines.append(
                 f"  cuda_graph_impl={impl!r} of layers with their experts, with {name}: {reason}. "
                 "Remedy: 'transformer_engine' with the scopes attn, moe_router and moe_preprocess."
             )
-    return found
+    return lines
 
 
 def take_over(config: Any) -> None:
@@ -241,9 +241,9 @@ def check_experts(experts: Any) -> None:
         ValueError: names the class and the remedy.
     """
     names = {cls.__name__ for cls in type(experts).__mro__}
-    known = not names.isdisjoint(("TEGroupedMLP", "SequentialMLP"))
+    takes_rows = not names.isdisjoint(("TEGroupedMLP", "SequentialMLP"))
     require(
-        known and "InferenceGroupedMLP" not in names,
+        takes_rows and "InferenceGroupedMLP" not in names,
         "experts",
         type(experts).__name__,
         "be TEGroupedMLP or SequentialMLP, which take padded rows",

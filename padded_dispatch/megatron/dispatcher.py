@@ -128,8 +128,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.cudagraph_attrs = list(_PLAN_TENSORS)
         self._num_slots: dict[tuple[bool, DispatchConfig], dict[int, int]] = {}  # by T
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
-        own = self.ep_group, self.tp_group, getattr(pg_collection, "expt_dp", None)
-        self._logs = all(group is None or group.rank() == 0 for group in own)
+        groups = self.ep_group, self.tp_group, getattr(pg_collection, "expt_dp", None)
+        self._logs = all(group is None or group.rank() == 0 for group in groups)
         if self._logs:
             log_once(
                 f"padded dispatch: experts={self.chosen['experts']} ({chosen.reason}), "
@@ -299,7 +299,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         config, tokens_TD = self.configs.current, hidden_states.flatten(0, -2)
         assert self.kept_E is not None
         weights = self.experts.linear_fc1.weight, self.experts.linear_fc2.weight
-        has_gradients = any(given.requires_grad for given in (tokens_TD, probs, *weights))
+        has_gradients = any(tensor.requires_grad for tensor in (tokens_TD, probs, *weights))
         store = self.store if self.configs.in_training and has_gradients else None
         self.experts.call = Call(
             wire=self._start(config, tokens_TD),
@@ -344,8 +344,8 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
                 "PaddedOptions(experts='module')",
                 logging.WARNING,
             )
-        says = self._logs and self.configs.in_training and not config.fits
-        if says and self._chunk is not None and self.store:
+        logs = self._logs and self.configs.in_training and not config.fits
+        if logs and self._chunk is not None and self.store:
             num_tokens, num_calls = len(tokens_TD), self._chunk.num_calls
             rows, itemsize = self.store.num_rows(num_tokens), tokens_TD.element_size()
             width = self.experts.linear_fc1.weight.shape[1]
@@ -451,6 +451,6 @@ class Copies:
         pairs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for target, source in zip(targets, sources, strict=True):
             pairs.setdefault(target.dtype, []).append((target, source))
-        for of_dtype in pairs.values():
-            to, given = zip(*of_dtype, strict=True)
-            torch._foreach_copy_(to, given)  # pyright: ignore[reportPrivateImportUsage]
+        for pairs_of_dtype in pairs.values():
+            to, copied = zip(*pairs_of_dtype, strict=True)
+            torch._foreach_copy_(to, copied)  # pyright: ignore[reportPrivateImportUsage]

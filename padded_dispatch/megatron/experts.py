@@ -84,13 +84,13 @@ def chosen_experts(config: Any) -> ChosenExperts:
     pool, packed = options.capacity_pool, options.experts == "packed"
     reason = f"experts={options.experts!r} was asked for"
     if options.experts == "auto" and pool == "store":
-        against = _refused(config) or _against_device()
+        obstacle = _refused(config) or _obstacle_of_device()
         rule = "be expert or auto, because a store needs packed experts"
-        require(not against, "capacity_pool", pool, rule, against)
+        require(not obstacle, "capacity_pool", pool, rule, obstacle)
         packed, reason = True, "capacity_pool='store'"
     elif options.experts == "auto":
-        reason = _against_ours(config)
-        packed, reason = not reason, reason or "experts='auto'"
+        obstacle = _obstacle_to_packed(config)
+        packed, reason = not obstacle, obstacle or "experts='auto'"
     if packed and config.fp8:
         reason += "; in e4m3 with a scale per row"
     if pool == "auto":
@@ -110,13 +110,13 @@ def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
     if not getattr(config, name, False) or config.gradient_accumulation_fusion:
         return
     hooks = "wgrad_accumulation_and_reduce_hooks"  # A list, in modules that delay gradients.
-    found = [getattr(module, hooks) for module in experts.modules() if hasattr(module, hooks)]
-    of_ddp = any(
+    lists = [getattr(module, hooks) for module in experts.modules() if hasattr(module, hooks)]
+    in_ddp = any(
         hasattr(parameter, "main_grad") and not hasattr(parameter, "__fsdp_param__")
         for parameter in experts.parameters()
     )
     require(
-        not of_ddp or not found or any(found),
+        not in_ddp or not lists or any(lists),
         name,
         True,
         "be False with Megatron's DDP and experts of the layer's spec, whose weight gradients DDP "
@@ -142,7 +142,7 @@ def require_weights_stay(experts: nn.Module, config: Any) -> None:
     )
 
 
-def _against_ours(config: Any) -> str:
+def _obstacle_to_packed(config: Any) -> str:
     """Return why "auto" keeps the module of the layer's spec; empty if experts are packed."""
     if refused := _refused(config):
         return refused
@@ -157,10 +157,10 @@ def _against_ours(config: Any) -> str:
     multiple = 16 if config.fp8 else 8
     if any(size % multiple for size in sizes):
         return f"the sizes {sizes[0]} and {sizes[1]} are not multiples of {multiple}"
-    return _against_device()
+    return _obstacle_of_device()
 
 
-def _against_device() -> str:
+def _obstacle_of_device() -> str:
     """Return why packed experts cannot run on this device; empty if they can."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
         return "packed experts need a Hopper GPU or a later one"
@@ -360,12 +360,12 @@ def _parameters(experts: Any, linear: str) -> tuple[list[Tensor], list[Tensor]]:
         linears = [
             dict(getattr(expert, linear).named_parameters()) for expert in experts.local_experts
         ]
-        found = [(one["weight"], one.get("bias")) for one in linears]
+        pairs = [(tensors["weight"], tensors.get("bias")) for tensors in linears]
     else:
-        one = dict(getattr(experts, linear).named_parameters())
+        tensors = dict(getattr(experts, linear).named_parameters())
         numbers = range(experts.num_local_experts)
-        found = [(one[f"weight{number}"], one.get(f"bias{number}")) for number in numbers]
-    return [weight for weight, _ in found], [bias for _, bias in found if bias is not None]
+        pairs = [(tensors[f"weight{number}"], tensors.get(f"bias{number}")) for number in numbers]
+    return [weight for weight, _ in pairs], [bias for _, bias in pairs if bias is not None]
 
 
 def _refused(config: Any) -> str:

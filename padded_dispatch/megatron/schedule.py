@@ -50,8 +50,8 @@ def note_mask(layer: Any, mask_BS: Tensor | None) -> None:
     """
     if mask_BS is None or not _captures(layer.config):
         return
-    known = _noted.get(layer)
-    if known is None or known.shape != mask_BS.shape:
+    noted_BS = _noted.get(layer)
+    if noted_BS is None or noted_BS.shape != mask_BS.shape:
         _noted[layer] = torch.zeros_like(mask_BS, dtype=torch.bool)
 
 
@@ -81,12 +81,12 @@ def replayed(layer: Any, mask_BS: Tensor | None) -> AbstractContextManager[None]
         ValueError: if the layer was captured without a mask, or with one of another shape.
     """
     captured_BS = _captured.get(layer)
-    captures = _captures(layer.config)
+    is_captured = _captures(layer.config)
     if mask_BS is None:
-        if captures and captured_BS is not None:
+        if is_captured and captured_BS is not None:
             captured_BS.zero_()
         return nullcontext()
-    if captures:
+    if is_captured:
         rule = "be None in a replay of a layer that was captured before any mask was given"
         shape = list(mask_BS.shape)
         require(captured_BS is not None, "padding_mask", shape, rule, _REMEDY)

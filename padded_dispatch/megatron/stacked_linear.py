@@ -336,15 +336,16 @@ def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *given: An
             continue
         parts = []
         for number, own in enumerate(linear.by_expert(parameter.detach())):
-            part = state.pop(key := f"{prefix}{name}{number}", None)
+            key = f"{prefix}{name}{number}"
+            part = state.pop(key, None)
             if part is None:
                 missing.append(key)
+                part = own
             elif part.shape != own.shape:
                 found = f"{list(part.shape)}; the model has {list(own.shape)}"
                 errors.append(f"size mismatch for {key}: the checkpoint has {found}")
-            else:
-                own = part
-            parts.append(own)
+                part = own
+            parts.append(part)
         parts = [part.to(parts[0].device) for part in parts]  # Some may be the model's own.
         state[f"{prefix}{name}"] = torch.cat(parts).view(parameter.shape)
     for number in range(linear.num_experts):

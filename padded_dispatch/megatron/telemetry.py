@@ -122,11 +122,13 @@ class Telemetry:
     def __init__(self, chunks: list[Any], *, every: int = 10, step: int = 0) -> None:
         local = padded_moe_layers(chunks)
         self._every, self._first, self._step = every, step + 1, step
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        own = {number: LayerSettings.of(layer) for number, layer in local.items()}
-        dist.all_gather_object(of_ranks, own)
-        found = {number: one for of_rank in of_ranks for number, one in of_rank.items()}
-        settings = {number: found[number] for number in sorted(found)}
+        local_settings = {number: LayerSettings.of(layer) for number, layer in local.items()}
+        all_settings: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_settings, local_settings)
+        settings: dict[int, LayerSettings] = {}
+        for rank_settings in all_settings:
+            settings |= rank_settings
+        settings = dict(sorted(settings.items()))
         if not settings:
             raise ValueError(
                 "chunks must have a layer with moe_token_dispatcher_type='padded_alltoall', got "
@@ -137,9 +139,9 @@ class Telemetry:
         for number, factor in factors.items():
             # The config of a hybrid stack does not show which layers have experts. Its layers that
             # predict different tokens share a number, and so a factor.
-            has = number in settings and settings[number].config.capacity_factor == factor
+            applies = number in settings and settings[number].config.capacity_factor == factor
             rule = f"name layers with experts, {self.layers}, by Megatron's numbers"
-            require(has, "layer_factors", factors, rule, f"leave out layer {number}")
+            require(applies, "layer_factors", factors, rule, f"leave out layer {number}")
         logs, device = dist.get_rank() == 0, device_of(chunks)
         self._reader = Reader(local, settings, [None], device, step, logs=logs)
         for layer in local.values():
@@ -264,16 +266,16 @@ class Reader:
             counts["kept_E"].zero_()
         # Count tokens once: no other rank routes them, or this rank is the first that does. With a
         # store count all sources, because its room is for the rows of all.
-        first = parallel_state.get_tensor_model_parallel_rank() == 0
-        if first or dispatcher.config.sequence_parallel or self.settings.shares_per_token:
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        if is_first or dispatcher.config.sequence_parallel or self.settings.shares_per_token:
             sums[:, self._index, :num_totals] = totals
 
     def finish(self, copy: Copy) -> Snapshots:
         """Return snapshots of what was counted since the last ones; waits for the copy."""
         self.take_largest(copy)
-        now = copy.sums.numpy()
-        sums, largest = now - self._last_sums, self._largest
-        self._last_sums, self._largest = now, np.zeros_like(largest)
+        all_sums = copy.sums.numpy()
+        sums, largest = all_sums - self._last_sums, self._largest
+        self._last_sums, self._largest = all_sums, np.zeros_like(largest)
         num_steps, self._read_step = copy.step - self._read_step, copy.step
         return Snapshots(
             step=copy.step,

@@ -10,7 +10,7 @@ With `cuda_graph_impl="local"` Megatron captures by itself at the end of the fir
 corrects three defects for our models (D22, D23: `padded_dispatch/megatron/README.md`):
 
 - In evaluation stock replays the graph of a training step (D23); here evaluation is eager. Text
-  generation keeps its graphs: `_see` marks a layer that generates before it is captured.
+  generation keeps its graphs: `_note_pass` marks a layer that generates before it is captured.
 - In 0.16 and 0.17 other tensors reuse a layer's input buffer while backward still reads it (D22).
 - With scope `moe`, Megatron silently captures nothing of a GPTModel's layers; the guard raises.
 
@@ -159,7 +159,7 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
         moe = layer.mlp
         padded = is_padded(moe)
         if padded:
-            _see(layer, moe, args, kwargs)
+            _note_pass(layer, moe, args, kwargs)
         if not layer._should_call_local_cudagraph(*args, **kwargs):
             if padded and layer._should_call_te_cudagraph(*args, **kwargs):
                 guarded = _replay if layer.cuda_graphs else _capture
@@ -176,12 +176,12 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
     return guarded_call
 
 
-def _see(layer: Any, moe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_pass(layer: Any, moe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Record the inputs of a padded layer's pass, eager or not; raise if no graph can be made."""
     impl = layer.config.cuda_graph_impl
-    asked = impl == "local" and "moe" in graph_scopes(layer.config)
+    captures_part = impl == "local" and "moe" in graph_scopes(layer.config)
     require(
-        not asked or hasattr(layer, "cudagraph_manager"),
+        not captures_part or hasattr(layer, "cudagraph_manager"),
         "cuda_graph_impl",
         impl,
         "be 'transformer_engine' for scope 'moe' in a GPTModel, because 'local' captures nothing "
@@ -272,8 +272,8 @@ def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
         if microbatch < len(held):
             batch, before = inputs[0] if isinstance(inputs, tuple) else inputs, held[microbatch]
             # If the batch lacks a mask, the loader keeps the earlier one.
-            keeps = before.get("padding_mask") is not None and "padding_mask" not in batch
-            if keeps or graph is not None:
+            keeps_mask = before.get("padding_mask") is not None and "padding_mask" not in batch
+            if keeps_mask or graph is not None:
                 check_unchanged(["padding_mask"], (_mask_of(before),), (_mask_of(batch),))
         return load(loader, inputs, stage, microbatch)
 
