@@ -42,7 +42,7 @@ from padded_dispatch.utils.results import require_folder
 _MODULE = "megatron.training.training"
 
 # Figures in Megatron's line of a step.
-_IN_LINE = ("dropped", "again", "fill", "needed_factor", "expert_overload")
+_SHOWN_FIGURES = ("dropped", "again", "fill", "needed_factor", "expert_overload")
 
 
 class _Run:
@@ -61,26 +61,28 @@ class _Run:
         config: Any = get_model_config(chunks[0])
         fixes = {"tokens_per_expert": "set --padded-trace FOLDER to record what routers choose"}
         if any(layer.token_dispatcher.packed for layer in padded_moe_layers(chunks).values()):
-            fixes |= dict.fromkeys(("activations", "dgrads"), fix := "set --padded-experts module")
-            size = getattr(args, field := "rl_inference_expert_model_parallel_size", None)
+            fix, field = "set --padded-experts module", "rl_inference_expert_model_parallel_size"
+            fixes |= {"activations": fix, "dgrads": fix}
+            size = getattr(args, field, None)
             rule = "be that of training: Megatron copies packed experts to inference as one tensor"
             require(size in (None, config.expert_model_parallel_size), flag(field), size, rule, fix)
             rule = "be left out: it masks TEGroupedMLP, and finds none in packed experts"
             require(not getattr(args, "flextron", False), "--flextron", True, rule, fix)
         for name, fix in fixes.items():
-            interval = getattr(args, field := f"save_{name}_interval", None)
+            field = f"save_{name}_interval"
+            interval = getattr(args, field, None)
             rule = "be left out: it reads the rows of experts' linears, which are padded or none"
             require(interval is None, flag(field), interval, rule, fix)
         self._options = padded_options(config)
         self._step = step
         self._telemetry = Telemetry(chunks, every=args.log_interval, step=step)
-        self._num_recorded = get_num_microbatches()
+        self._num_microbatches = get_num_microbatches()
         self._recorder = self._record(config, step)
         if self._recorder is not None:  # Close it also after an error, and when the process ends.
             weakref.finalize(self, self._recorder.close)
         self._retry: Any = None
         self._num_retried = 0
-        self._line: dict[str, float] = {}
+        self._shown: dict[str, float] = {}
 
     def before_step(self, forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function for the passes of the next step."""
@@ -88,11 +90,11 @@ class _Run:
             return forward_backward_func
         from padded_dispatch.megatron.retry import Retry
 
-        before = self._retry
-        if before is None or before.forward_backward_func is not forward_backward_func:
+        previous = self._retry
+        if previous is None or previous.forward_backward_func is not forward_backward_func:
             self._retry = retry = Retry(forward_backward_func, self.chunks)
-            if before is not None:
-                retry.num_steps, retry.num_retried = before.num_steps, before.num_retried
+            if previous is not None:
+                retry.num_steps, retry.num_retried = previous.num_steps, previous.num_retried
         return self._retry
 
     def after_step(self, step: int) -> None:
@@ -108,7 +110,7 @@ class _Run:
         if self._recorder is not None:
             self._recorder.step(step)
         # Rank 0 logs for all ranks, also without a layer to record.
-        traced, recorded = self._options.trace is not None, self._num_recorded
+        traced, recorded = self._options.trace is not None, self._num_microbatches
         if traced and get_num_microbatches() != recorded and dist.get_rank() == 0:
             kept = f"the trace has the last {recorded} micro-batches of each step"
             log_once(f"{kept}, as many as its first step had", logging.WARNING)
@@ -130,17 +132,19 @@ class _Run:
         """
         if step % self._args.log_interval != 0 and not first:
             return None
-        self._show(reading := self._telemetry.take())
+        reading = self._telemetry.take()
+        self._show(reading)
         if self._retry is not None:
-            self._line["moe/retried_steps"] = self._retry.num_retried
+            self._shown["moe/retried_steps"] = self._retry.num_retried
         num_steps = max(1, total_loss_dict.get("advanced iterations", 0) + (not skipped))
-        for name, figure in self._line.items():
+        for name, figure in self._shown.items():
             total_loss_dict[name] = torch.tensor([figure * num_steps], dtype=torch.float64)
         return reading
 
     def finish(self) -> None:
         """Show the last reading, after the last step."""
-        if (reading := self._telemetry.take(now=True)).num_steps:
+        reading = self._telemetry.take(now=True)
+        if reading.num_steps:
             self._show(reading)
         self.follow(reading)
         self._flush()
@@ -159,7 +163,7 @@ class _Run:
 
     def _show(self, snapshots: Snapshots) -> None:
         figures = snapshots.training.figures()
-        self._line |= {f"moe/{name}": figures[name] for name in _IN_LINE if name in figures}
+        self._shown |= {f"moe/{name}": figures[name] for name in _SHOWN_FIGURES if name in figures}
         per_layer = self._args.moe_per_layer_logging
         self._write(scalars(snapshots, per_layer=per_layer), snapshots.step)
 
@@ -182,7 +186,7 @@ class _Run:
         return record_routing(
             self.chunks,
             Path(folder),
-            num_microbatches=self._num_recorded,
+            num_microbatches=self._num_microbatches,
             num_tokens=args.micro_batch_size * args.seq_length // parts,
             # A trace of a hundred steps is enough for `tune`.
             every=max(1, min(10, (args.train_iters - step) // 100)),
@@ -206,11 +210,11 @@ def follow_training() -> None:
 
 
 def _by_name(
-    instead: Callable[[Callable[[], Any], dict[str, Any]], Any],
+    replacement: Callable[[Callable[[], Any], dict[str, Any]], Any],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper that runs `instead` in place of the function.
+    """Return a wrapper that runs `replacement` in place of the function.
 
-    `instead` gets a callable that calls the function, and its arguments by name, to read or change.
+    It gets a callable that calls the function, and the arguments by name, to read or change.
     """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,7 +223,7 @@ def _by_name(
         @functools.wraps(function)
         def followed(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
-            return instead(lambda: function(*bound.args, **bound.kwargs), bound.arguments)
+            return replacement(lambda: function(*bound.args, **bound.kwargs), bound.arguments)
 
         return followed
 
@@ -234,41 +238,41 @@ class _Loop:
         self._run: _Run | None = None
         self._chunks: list[Any] | None = None
 
-    def train_step(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
+    def train_step(self, call: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Run one step."""
-        steps_done = given.get("iteration")
+        steps_done = arguments.get("iteration")
         if steps_done is None:
             steps_done = self._training.get_args().curr_iteration
-        run = self._run_of(given["model"], given["optimizer"], steps_done)
+        run = self._run_of(arguments["model"], arguments["optimizer"], steps_done)
         if run is None:
             return call()
-        given["forward_backward_func"] = run.before_step(given["forward_backward_func"])
+        arguments["forward_backward_func"] = run.before_step(arguments["forward_backward_func"])
         result = call()
         run.after_step(steps_done + 1)
         if any(result[3:4]):  # Megatron's rerun state machine ends the run behind this step.
             self._end()
         return result
 
-    def training_log(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
+    def training_log(self, call: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Log one step."""
-        run, step = self._run, given["iteration"]
+        run, step = self._run, arguments["iteration"]
         if run is None:
             return call()
-        sums, skipped = given["total_loss_dict"], bool(given.get("skipped_iter"))
-        for name, loss in given["loss_dict"].items():
+        sums, skipped = arguments["total_loss_dict"], bool(arguments.get("skipped_iter"))
+        for name, loss in arguments["loss_dict"].items():
             if not skipped and name not in sums:  # Megatron exports the first entry as the loss.
                 sums[name] = torch.zeros_like(loss, dtype=torch.float32)
-        first = bool(given.get("is_first_iteration"))
+        first = bool(arguments.get("is_first_iteration"))
         reading = run.before_log(sums, step, skipped=skipped, first=first)
         result = call()
         if reading is not None:
             run.follow(reading)
         return result
 
-    def checkpoint_and_decide_exit(self, call: Callable[[], Any], given: dict[str, Any]) -> Any:
+    def checkpoint_and_decide_exit(self, call: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """End the run before the checkpoint of its last step, or when the loop ends early."""
         args = self._training.get_args()
-        rest = range(given["iteration"] + 1, args.train_iters + 1)
+        rest = range(arguments["iteration"] + 1, args.train_iters + 1)
         if all(step in args.iterations_to_skip for step in rest):
             self._end()
         if ends := call():
@@ -288,12 +292,13 @@ class _Loop:
         """
         if self._chunks is not chunks:
             config: Any = get_model_config(chunks[0])
-            of_ranks = [False] * dist.get_world_size()
+            are_ours = [False] * dist.get_world_size()
             if config.num_moe_experts is not None:
-                dist.all_gather_object(of_ranks, is_ours(config))
-            if ours := any(of_ranks):
+                dist.all_gather_object(are_ours, is_ours(config))
+            has_padded_layers = any(are_ours)
+            if has_padded_layers:
                 require_own_weights(chunks, optimizer)
-            self._run = _Run(self._training, chunks, step=steps_done) if ours else None
+            self._run = _Run(self._training, chunks, step=steps_done) if has_padded_layers else None
             self._chunks = chunks
         return self._run
 
