@@ -195,11 +195,12 @@ def _is_dense(config: Any, number: int) -> bool:
 
 def refusals(config: Any, rows: tuple[Refused, ...]) -> list[str]:
     """Return one line per setting that the rows refuse: field, value, reason, remedy."""
-    return [
-        f"  {row.name}={value!r}: {row.note}. Remedy: {row.remedy}."
-        for row in rows
-        if row.refuses(value := _read(config, row.name))
-    ]
+    lines = []
+    for row in rows:
+        value = _read(config, row.name)
+        if row.refuses(value):
+            lines.append(f"  {row.name}={value!r}: {row.note}. Remedy: {row.remedy}.")
+    return lines
 
 
 def padded_options(config: Any) -> PaddedOptions:
@@ -332,13 +333,10 @@ def _alignment(config: Any) -> int:
 def _own_recipes(quant_recipe: Any) -> tuple[list[Any], list[Any]]:
     """Return the fp8 and the fp4 recipes in a `quant_recipe`; none if it has no `configs`."""
     settings = getattr(quant_recipe, "configs", None) or {}
-    parts = [
-        one.get(part) or {}
-        for one in settings.values()
-        for part in ("training_recipe", "evaluation_recipe")
-    ]
+    kinds = "training_recipe", "evaluation_recipe"
+    recipes = [setting.get(kind) or {} for setting in settings.values() for kind in kinds]
     names = "fp8_quantization_recipe", "fp4_quantization_recipe"
-    fp8, fp4 = ([part[name] for part in parts if part.get(name)] for name in names)
+    fp8, fp4 = ([recipe[name] for recipe in recipes if recipe.get(name)] for name in names)
     return fp8, fp4
 
 

@@ -91,28 +91,28 @@ class Retry:
         """
         if kwargs.get("forward_only"):
             return self.forward_backward_func(**kwargs)
-        before = _StepStart(self.chunks)
-        dropped = self._dropped()
+        start = _StepStart(self.chunks)
+        dropped_before = self._dropped()
         recorded = record(kwargs["data_iterator"])
         results = self.forward_backward_func(**kwargs | {"data_iterator": recorded})
         self.num_steps += 1
-        num_dropped = self._dropped_since(dropped)
+        num_dropped = self._dropped_since(dropped_before)
         if num_dropped == 0:
             return results
         del results  # Free what the first run returned.
-        first = Copies(t for counters in self._counters for t in counters.tensors())
-        before.restore()
+        first_counts = Copies(t for counters in self._counters for t in counters.tensors())
+        start.restore()
         with without_graphs(self.chunks), dropping_nothing(self._layers):
             results = self._eager(**kwargs | {"data_iterator": replay(recorded)})
         self.num_retried += 1
         self._note(num_dropped)
-        still_dropped = self._dropped_since(dropped)
+        still_dropped = self._dropped_since(dropped_before)
         if still_dropped:
             raise RuntimeError(
                 f"a repeated step must drop no row, got {still_dropped} dropped rows after "
                 f"{num_dropped} in its first run; please report this defect"
             )
-        first.restore()
+        first_counts.restore()
         return results
 
     def _dropped(self) -> Tensor:
@@ -121,8 +121,9 @@ class Retry:
             return torch.zeros((), dtype=torch.int64, device=device_of(self.chunks))
         counts = counts_in(torch.stack([counters.totals for counters in self._counters]).sum(0))
         dropped = counts["demand_E"].sum() + counts["num_unplaced"]
-        here = self._layers[0].token_dispatcher.counts_kept
-        return dropped - counts["kept_E"].sum() if here else dropped
+        if self._layers[0].token_dispatcher.counts_kept:
+            dropped -= counts["kept_E"].sum()
+        return dropped
 
     def _dropped_since(self, before: Tensor) -> int:
         """Return the rows that all ranks have dropped since `before`; waits for the device.
@@ -150,8 +151,8 @@ def dropping_nothing(layers: list[Any]) -> Iterator[None]:
     with Patches() as patches:
         for configs in (layer.token_dispatcher.configs for layer in layers):
             for name in ("training", "evaluation"):
-                fits = dataclasses.replace(getattr(configs, name), capacity_factor=FIT)
-                patches.set(configs, name, fits)
+                fitting = dataclasses.replace(getattr(configs, name), capacity_factor=FIT)
+                patches.set(configs, name, fitting)
         yield
 
 
@@ -238,9 +239,7 @@ def without_graphs(chunks: list[Any]) -> Iterator[None]:
                 if getattr(module, "cuda_graphs", None):
                     patches.set(module, "cuda_graphs", [])
                 if hasattr(module, "cudagraph_manager"):
-                    patches.set(
-                        module, "_should_call_local_cudagraph", lambda *args, **given: False
-                    )
+                    patches.set(module, "_should_call_local_cudagraph", lambda *_, **__: False)
         yield
 
 
@@ -269,15 +268,15 @@ def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
 
 def generator_states() -> tuple[Any, ...]:
     """Return the states of generators that any code of this process may draw from."""
-    of_torch = torch.cuda.get_rng_state(), torch.get_rng_state()
-    return random.getstate(), np.random.get_state(), *of_torch
+    torch_states = torch.cuda.get_rng_state(), torch.get_rng_state()
+    return random.getstate(), np.random.get_state(), *torch_states
 
 
 def set_generators(states: tuple[Any, ...]) -> None:
     """Set all generators to these states."""
-    put = random.setstate, np.random.set_state, torch.cuda.set_rng_state, torch.set_rng_state
-    for put_one, state in zip(put, states, strict=True):
-        put_one(state)
+    setters = random.setstate, np.random.set_state, torch.cuda.set_rng_state, torch.set_rng_state
+    for set_state, state in zip(setters, states, strict=True):
+        set_state(state)
 
 
 class RandomStates:
@@ -322,7 +321,7 @@ class RecordedMicrobatches:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def again(self) -> Iterator[Any]:
+    def replay(self) -> Iterator[Any]:
         """Yield the recorded microbatches."""
         for microbatch, states in self._recorded:
             set_generators(states)
@@ -337,15 +336,15 @@ def record(data_iterator: Any) -> Any:
             chunk, or None on ranks that read no data.
     """
     if isinstance(data_iterator, list | tuple):
-        return [record(one) for one in data_iterator]
+        return [record(iterator) for iterator in data_iterator]
     return None if data_iterator is None else RecordedMicrobatches(data_iterator)
 
 
 def replay(recorded: Any) -> Any:
     """Return an iterator over what the result of `record` has recorded, in the same form."""
     if isinstance(recorded, list):
-        return [replay(one) for one in recorded]
-    return None if recorded is None else recorded.again()
+        return [replay(iterator) for iterator in recorded]
+    return None if recorded is None else recorded.replay()
 
 
 def _copy(microbatch: Any) -> Any:

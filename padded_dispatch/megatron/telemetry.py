@@ -125,10 +125,8 @@ class Telemetry:
         local_settings = {number: LayerSettings.of(layer) for number, layer in local.items()}
         all_settings: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(all_settings, local_settings)
-        settings: dict[int, LayerSettings] = {}
-        for rank_settings in all_settings:
-            settings |= rank_settings
-        settings = dict(sorted(settings.items()))
+        merged = {number: value for part in all_settings for number, value in part.items()}
+        settings = {number: merged[number] for number in sorted(merged)}
         if not settings:
             raise ValueError(
                 "chunks must have a layer with moe_token_dispatcher_type='padded_alltoall', got "

@@ -41,26 +41,26 @@ def read(argv: list[str], command: str = "train") -> argparse.Namespace:
     Errors name `command`.
     """
     usage = f"padded-dispatch {command} [FLAGS]"
-    made = Parser(
+    parser = Parser(
         prog=f"padded-dispatch {command}",
         usage=usage if command == "train" else f"{usage} --vs [FLAGS] ...",
         description="Train a byte-level Mixture-of-Experts GPT on the source of Python's standard "
         "library, with Megatron-Core." + (_ABOUT_COMPARE if command == "compare" else ""),
     )
-    made.add_argument(
+    parser.add_argument(
         "--preset",
         choices=PRESETS,
         default="tiny",
         help="; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items()),
     )
     for cls in _GROUPS:
-        group = made.add_argument_group(cls.__name__.lower(), (cls.__doc__ or "").split("\n")[0])
+        group = parser.add_argument_group(cls.__name__.lower(), (cls.__doc__ or "").split("\n")[0])
         hints = get_type_hints(cls)
         for option in dataclasses.fields(cls):
             if "help" in option.metadata:
                 _add(group, option, hints[option.name])
-    add_arguments(made, bare=("experts", "exchange", "trace"))
-    return made.parse_args(argv)
+    add_arguments(parser, bare=("experts", "exchange", "trace"))
+    return parser.parse_args(argv)
 
 
 def resolve(arguments: argparse.Namespace) -> Settings:
@@ -71,7 +71,7 @@ def resolve(arguments: argparse.Namespace) -> Settings:
     """
     given = vars(arguments)
     preset = PRESETS[arguments.preset]
-    layout = Layout(**_layout_defaults(preset, given) | _of(Layout, given))
+    layout = Layout(**_layout_defaults(preset, given) | _pick(Layout, given))
     drops = given.get("dispatcher", DROPPING[0]) in DROPPING
     dispatch: dict[str, Any] = {"capacity_factor": 1.25 if drops else None}
     values = vars(preset) | given
@@ -79,10 +79,10 @@ def resolve(arguments: argparse.Namespace) -> Settings:
     return Settings(
         preset=arguments.preset,
         model=preset.model,
-        recipe=Recipe(**recipe | _of(Recipe, values)),
-        dispatch=Dispatch(**dispatch | _of(Dispatch, given), padded=from_arguments(arguments)),
+        recipe=Recipe(**recipe | _pick(Recipe, values)),
+        dispatch=Dispatch(**dispatch | _pick(Dispatch, given), padded=from_arguments(arguments)),
         layout=layout,
-        output=Output(**_of(Output, values)),
+        output=Output(**_pick(Output, values)),
     )
 
 
@@ -118,7 +118,7 @@ def _layout_defaults(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
     return {"device": device, "workers": workers, "ep": ep}
 
 
-def _of(cls: type, given: dict[str, Any]) -> dict[str, Any]:
+def _pick(cls: type, given: dict[str, Any]) -> dict[str, Any]:
     names = {option.name for option in dataclasses.fields(cls)}
     return {name: value for name, value in given.items() if name in names}
 

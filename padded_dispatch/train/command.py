@@ -71,30 +71,29 @@ def _start(runs: list[Settings], titles: list[str]) -> Any:
     for settings in runs:
         _check(settings)
     num_workers, outcome, failed = runs[0].layout.workers, None, []
-    ended = multiprocessing.get_context("spawn").RawValue("i", 0)  # runs, written by rank 0
-    left = runs, titles
-    while left[0]:
+    num_ended = multiprocessing.get_context("spawn").RawValue("i", 0)  # runs, written by rank 0
+    while num_ended.value < len(runs):
+        remaining = runs[num_ended.value :], titles[num_ended.value :], num_ended
         launch.show(f"starting {_processes(num_workers)}: 10 to 30 seconds")
         try:
-            outcome = launch.start_workers(work, (*left, ended), num_workers=num_workers)
+            outcome = launch.start_workers(work, remaining, num_workers=num_workers)
             break
         except SystemExit as end:
-            if end.code != 1 or ended.value == len(titles):  # a signal, or all runs have ended
+            if end.code != 1 or num_ended.value == len(runs):  # a signal, or all runs have ended
                 raise
-            failed.append(titles[ended.value])
-            ended.value += 1
-            left = runs[ended.value :], titles[ended.value :]
+            failed.append(titles[num_ended.value])
+            num_ended.value += 1
     if failed:
         sys.stderr.write(f"{len(failed)} of {len(runs)} failed: {'; '.join(failed)}\n")
         raise SystemExit(1)
     return outcome
 
 
-def work(runs: list[Settings], titles: list[str], ended: Any) -> Any:
+def work(runs: list[Settings], titles: list[str], num_ended: Any) -> Any:
     """Run a worker from start to end: one run after another; return the outcome of the last.
 
-    Consecutive runs with the same layout share Megatron's process groups. `ended`: a counter of the
-    runs that have ended, which rank 0 increments.
+    Consecutive runs with the same layout share Megatron's process groups. `num_ended`: a counter
+    of the runs that have ended, which rank 0 increments.
     """
     import torch
     import torch.distributed as dist
@@ -103,14 +102,15 @@ def work(runs: list[Settings], titles: list[str], ended: Any) -> Any:
     from padded_dispatch.megatron.world import world
     from padded_dispatch.train import loop
 
-    outcome, left = None, iter(titles)
+    outcome, remaining_titles = None, iter(titles)
     with world(runs[0].layout.device) as device, absent_ranks_named():
-        for layout, same in itertools.groupby(runs, key=lambda settings: settings.layout):
+        for layout, group in itertools.groupby(runs, key=lambda settings: settings.layout):
             with loop.model_parallel(layout):
-                for settings in same:
-                    launch.show(next(left))
+                for settings in group:
+                    launch.show(next(remaining_titles))
                     outcome = loop.train(settings, device)
-                    ended.value += dist.get_rank() == 0
+                    if dist.get_rank() == 0:
+                        num_ended.value += 1
                     gc.collect()  # DDP's hooks and the model reference each other.
                     torch.cuda.empty_cache()
     return outcome

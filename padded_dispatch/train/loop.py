@@ -37,7 +37,7 @@ from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.telemetry import Telemetry
 from padded_dispatch.recorder import TraceRecorder
 from padded_dispatch.train.data import Windows, load_corpus
-from padded_dispatch.train.metrics import Meter, Row, Step, means_over_ranks, now
+from padded_dispatch.train.metrics import Meter, Row, Step, means_over_ranks, record_event
 from padded_dispatch.train.model import (
     EAGER_STEPS,
     build_chunks,
@@ -96,27 +96,28 @@ class Trainer:
         settings, num_before = self.settings, self.retry.num_retried if self.retry else 0
         if isinstance(self.graphs, LayerGraphs) and number == EAGER_STEPS + 1:
             self.graphs.capture()  # An iteration graph captures by itself.
-        begin, start = time.perf_counter(), now()
+        host_start, start = time.perf_counter(), record_event()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         first, num_passes = (number - 1) * settings.recipe.global_batch, settings.num_microbatches
         losses = self._run_passes(self.text, first, num_passes)
-        host_ms = (time.perf_counter() - begin) * 1e3
+        host_ms = (time.perf_counter() - host_start) * 1e3
         lr = learning_rate(settings.recipe.lr, number, settings.output.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         retried = self.retry.num_retried > num_before if self.retry else None
-        return Step(losses=losses, lr=lr, retried=retried, start=start, done=now(), host_ms=host_ms)
+        done = record_event()
+        return Step(losses=losses, lr=lr, retried=retried, start=start, done=done, host_ms=host_ms)
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return the mean loss over the first held-out samples, which are always the same."""
         recipe, layout = self.settings.recipe, self.settings.layout
-        of_all = math.ceil(self.held_out.num_windows / (recipe.micro_batch * layout.dp))
+        num_available = math.ceil(self.held_out.num_windows / (recipe.micro_batch * layout.dp))
         # Megatron's interleaved schedule runs micro-batches in groups of as many as stages.
-        num_passes = math.ceil(min(_EVALUATION_PASSES, of_all) / layout.pp) * layout.pp
+        num_passes = math.ceil(min(_EVALUATION_PASSES, num_available) / layout.pp) * layout.pp
         for chunk in self.chunks:
             chunk.eval()
         losses = self._run_passes(self.held_out, 0, num_passes, forward_only=True)
@@ -168,13 +169,14 @@ def train(settings: Settings, device: torch.device) -> Outcome:
         chosen = getattr(moe_layers(trainer.chunks)[0].token_dispatcher, "chosen", {})
         if chosen:
             show(", ".join(f"{name}: {value}" for name, value in chosen.items()))
-        with ExitStack() as ends:
+        with ExitStack() as cleanup:
             if dist.get_rank() == 0:
-                ends.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _stop))
+                previous = signal.signal(signal.SIGTERM, _stop)
+                cleanup.callback(signal.signal, signal.SIGTERM, previous)
             # Write also the figures of a run that ends early.
-            given = outcome.rows, outcome.evaluations, chosen.get("capacity_pool")
-            ends.callback(meter.write, *given)
-            _run(trainer, meter, outcome, ends)
+            pool = chosen.get("capacity_pool")
+            cleanup.callback(meter.write, outcome.rows, outcome.evaluations, pool)
+            _run(trainer, meter, outcome, cleanup)
         if trainer.graphs:
             trainer.graphs.delete()  # Process groups cannot be destroyed while graphs exist.
         release(trainer.chunks)
@@ -186,35 +188,35 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _run(trainer: Trainer, meter: Meter, outcome: Outcome, ends: ExitStack) -> None:
+def _run(trainer: Trainer, meter: Meter, outcome: Outcome, cleanup: ExitStack) -> None:
     settings, output = trainer.settings, trainer.settings.output
-    ours = settings.dispatch.dispatcher == "padded_alltoall"
+    is_padded = settings.dispatch.dispatcher == "padded_alltoall"
     # It warns of drops, or raises, as `on_overflow` says.
-    telemetry = Telemetry(trainer.chunks, every=output.log_every) if ours else None
-    tracer, rows, evaluations = _tracer(trainer), outcome.rows, outcome.evaluations
-    if tracer:
-        ends.callback(tracer.close)  # Also after a step that ends the run.
+    telemetry = Telemetry(trainer.chunks, every=output.log_every) if is_padded else None
+    recorder, rows, evaluations = _recorder(trainer), outcome.rows, outcome.evaluations
+    if recorder:
+        cleanup.callback(recorder.close)  # Also after a step that ends the run.
     for number in range(1, output.steps + 1):
         meter.add(trainer.step(number))
-        if tracer:
-            tracer.step(number)
+        if recorder:
+            recorder.step(number)
         if telemetry:
             telemetry.step()
-        last = number == output.steps
-        if number == 1 or last or number % output.log_every == 0:
-            row, counts = meter.read(), telemetry.take() if telemetry else None
-            if counts:
-                row = replace(row, dropped=counts.training.figures().get("dropped"))
+        is_last = number == output.steps
+        if number == 1 or is_last or number % output.log_every == 0:
+            row, snapshots = meter.read(), telemetry.take() if telemetry else None
+            if snapshots:
+                row = replace(row, dropped=snapshots.training.figures().get("dropped"))
             rows.append(row)
             show(row.line(output.steps))
-            if telemetry and counts:
-                telemetry.follow(counts)  # It may end the run.
-        if output.eval_every and (last or number % output.eval_every == 0):
+            if telemetry and snapshots:
+                telemetry.follow(snapshots)  # It may end the run.
+        if output.eval_every and (is_last or number % output.eval_every == 0):
             evaluations[number] = trainer.evaluate()
             show(f"step {number} | held-out loss {evaluations[number]:.4f}")
 
 
-def _tracer(trainer: Trainer) -> TraceRecorder | None:
+def _recorder(trainer: Trainer) -> TraceRecorder | None:
     """Attach a recorder to all padded layers of this rank, before graphs are captured."""
     settings, folder = trainer.settings, trainer.settings.dispatch.padded.trace
     if folder is None:

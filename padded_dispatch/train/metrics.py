@@ -26,7 +26,7 @@ _CONTENDERS = {
 }
 
 
-def now() -> torch.cuda.Event:
+def record_event() -> torch.cuda.Event:
     """Return an event that is recorded now; on a CPU `megatron_on_cpu`'s, with the host's time."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()

@@ -17,12 +17,12 @@ from padded_dispatch.utils.results import require_folder
 
 def read(argv: list[str]) -> argparse.Namespace:
     """Return the flags of `padded-dispatch tune`; no torch is imported for it."""
-    made = Parser(
+    parser = Parser(
         prog="padded-dispatch tune",
         usage="padded-dispatch tune TRACE ... [FLAGS]",
         description="Choose a capacity factor from traces of a router.",
     )
-    add = made.add_argument
+    add = parser.add_argument
     about = "files or folders of `train --trace` or `--padded-trace`"
     add("traces", nargs="+", type=Path, metavar="TRACE", help=about)
     add("--report", type=Path, default=Path("tune.html"), help="page for the results")
@@ -37,7 +37,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     add("--pool", choices=POOLS, metavar="NAME", help=about)
     about = "MoE layers of a pipeline stage's chunk, which share a store (default: all)"
     add("--store-layers", type=int, metavar="N", help=about)
-    return made.parse_args(argv)
+    return parser.parse_args(argv)
 
 
 def main(given: argparse.Namespace) -> int:

@@ -85,10 +85,10 @@ class LayerGraphs:
         check_random_states(device_of(chunks))
         self._chunks = chunks
         helper: Any = cuda_graphs.TECudaGraphHelper
-        given = chunks, config, seq_length, micro_batch
+        arguments = chunks, config, seq_length, micro_batch
         # A helper captures once: its capture overwrites `num_model_chunks`, which a second one
         # would take for the model's.
-        self._make_helper = functools.partial(helper, *given, optimizers=list(optimizers))
+        self._make_helper = functools.partial(helper, *arguments, optimizers=list(optimizers))
         self._helper = self._make_helper()
         # Sum over all ranks: a pipeline stage may have none, such as one of dense layers alone.
         num_layers = torch.tensor(len(self._helper.flattened_callables), device=device_of(chunks))
