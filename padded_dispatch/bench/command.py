@@ -79,12 +79,12 @@ def _check(given: argparse.Namespace) -> None:
     on_cpu = given.device == "cpu"
     require(on_cpu or num_gpus, "device", given.device, "be cpu where PyTorch sees no GPU")
     for flag in ("readme", "phases"):
-        asked = getattr(given, flag)
-        require(not (on_cpu and asked), flag, asked, "be left out without a GPU, which it measures")
+        value = getattr(given, flag)
+        require(not (on_cpu and value), flag, value, "be left out without a GPU, which it measures")
     rule = "be left out without --out, which alone holds its figures"
     require(given.out or not given.phases, "phases", given.phases, rule)
-    rule, one = "be one size with --readme, whose table has one", len(given.ep) == 1
-    require(one or not given.readme, "ep", given.ep, rule)
+    rule = "be one size with --readme, whose table has one"
+    require(len(given.ep) == 1 or not given.readme, "ep", given.ep, rule)
     for factor in given.capacity_factors:
         finite = 0 < factor < math.inf
         require(finite, "capacity_factors", factor, "be above 0 and finite")
@@ -125,8 +125,8 @@ def work(settings: argparse.Namespace) -> bool:
             parallel_state.destroy_model_parallel()
         show(f"\n{table(rows)}")
         if settings.readme:
-            found = readme_table(rows) or "A contender failed: no table."
-            show(f"{found}\n\n{differences(run)}")
+            text = readme_table(rows) or "A contender failed: no table."
+            show(f"{text}\n\n{differences(run)}")
     return all(row["error"] is None for row in rows)
 
 

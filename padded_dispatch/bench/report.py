@@ -133,12 +133,12 @@ def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
         return (_name(row), factor, "failed", *["-"] * 7)
     stock = next((other for other in block if _is_baseline(other, row)), None)
     on_gpu = row["allocated_gib"] is not None
-    waits = on_gpu and row["host_ms"] > HOST_BOUND * row["ms"]
+    is_host_bound = on_gpu and row["host_ms"] > HOST_BOUND * row["ms"]
     return (
         _name(row),
         factor,
         "-" if row["dropped"] is None else f"{row['dropped']:.1%}",
-        f"{row['ms']:.3f}{' (host)' if waits else ''}",
+        f"{row['ms']:.3f}{' (host)' if is_host_bound else ''}",
         "-" if stock is None else f"{row['ms'] / stock['ms']:.3f}",
         "-" if row["floor_ms"] is None else f"{row['ms'] / row['floor_ms']:.2f}",
         "-" if row["sustained_ms"] is None else f"{row['sustained_ms']:.3f}",
@@ -150,8 +150,8 @@ def _cells(row: dict[str, Any], block: list[dict[str, Any]]) -> tuple[str, ...]:
 
 def _is_baseline(other: dict[str, Any], row: dict[str, Any]) -> bool:
     alike = all(other[key] == row[key] for key in ("capacity_factor", "graph", "main_grad"))
-    alike &= _fp8(other) == _fp8(row)
-    return alike and other["contender"] == "stock-drop-pad" and other["error"] is None
+    is_stock = other["contender"] == "stock-drop-pad" and other["error"] is None
+    return is_stock and alike and _fp8(other) == _fp8(row)
 
 
 def _fp8(row: dict[str, Any]) -> str | None:

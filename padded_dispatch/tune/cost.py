@@ -42,12 +42,12 @@ def kept_bytes(
     rows of 3,084 bytes, 262,144 choices of 8 and 28,672 tokens of 4,096, 245.9 MB for each layer.
     """
     rows = config.store_rows(num_tokens, num_layers)
-    of_row = row_bytes(fc1_width / config.etp_size, _ELEMENT_BYTES)
+    bytes_of_row = row_bytes(fc1_width / config.etp_size, _ELEMENT_BYTES)
     choices = 8 * config.num_sources * num_tokens * config.top_k
     direct, slots = config.etp_size == 1 and config.num_sources <= 8, config.wire_slots(num_tokens)
     tokens = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)
-    of_layer = choices + tokens * hidden_size * _ELEMENT_BYTES
-    return round(rows * of_row) + num_layers * of_layer
+    bytes_of_layer = choices + tokens * hidden_size * _ELEMENT_BYTES
+    return round(rows * bytes_of_row) + num_layers * bytes_of_layer
 
 
 def balanced_drop(*, num_tokens: int, top_k: int, num_experts: int, capacity: int) -> float:

@@ -87,14 +87,14 @@ def missing_ranks(trace: Trace) -> str:
     if not num_partly:
         return ""
     expected = (np.unique(groups)[:, None] * num_ranks + np.arange(num_ranks)).flatten()
-    nowhere = [str(rank) for rank in np.setdiff1d(expected, ranks)]
-    named = ", ".join([*nowhere[:_MOST_NAMED], *["..."] * (len(nowhere) > _MOST_NAMED)])
+    missing = [str(rank) for rank in np.setdiff1d(expected, ranks)]
     what = (
-        f"Traces of {len(nowhere)} of {len(expected)} ranks are missing ({named})"
-        if nowhere
-        else f"{num_partly:,} of {len(num_traced):,} steps lack some of their {num_ranks} ranks or "
+        f"{num_partly:,} of {len(num_traced):,} steps lack some of their {num_ranks} ranks or "
         f"{len(np.unique(layers))} layers"
     )
+    if missing:
+        names = ", ".join(missing[:_MOST_NAMED]) + (", ..." if len(missing) > _MOST_NAMED else "")
+        what = f"Traces of {len(missing)} of {len(expected)} ranks are missing ({names})"
     return f"{what}, so their demand is unknown; give the traces of all ranks."
 
 

@@ -57,10 +57,10 @@ def dropped(study: Study) -> "Figure":
     """Draw the share of rows without room by factor: each layer, all, other pools, in balance."""
     figure, axes = _figure(4.2)
     replay, drop = study.chosen.replay, study.chosen.drop
-    of_layers = replay.layer_shares.T
-    for i, of_layer in enumerate(of_layers if len(of_layers) > 1 else ()):
+    shares_by_layer = replay.layer_shares.T
+    for i, shares in enumerate(shares_by_layer if len(shares_by_layer) > 1 else ()):
         label = "each layer" if i == 0 else None
-        axes.plot(replay.factors, _visible(of_layer), color=BLUE, alpha=0.35, lw=1, label=label)
+        axes.plot(replay.factors, _visible(shares), color=BLUE, alpha=0.35, lw=1, label=label)
     label = f"all rows, pool {study.pool}"
     shares = _visible(replay.dropped_share)
     axes.plot(replay.factors, shares, color=BLACK, lw=2.2, marker="o", ms=3.5, label=label)

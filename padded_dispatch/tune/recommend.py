@@ -96,15 +96,15 @@ class Recommendation:
         """Return the reasons to doubt the answer, in sentences."""
         trace = self.replay.demand.trace
         missing = missing_ranks(trace) if trace else ""
-        found = [missing] if missing else []
+        reasons = [missing] if missing else []
         first, second = self.overall.halves
         if max(first, second) > _ALIKE * min(first, second):
-            found.append(
+            reasons.append(
                 f"The first half of the steps needs {first:g}, the second {second:g}: routing "
                 "changed. Leave out what is not like the steps to come (--from-step), or trace "
                 "again later."
             )
-        return found
+        return reasons
 
 
 def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
@@ -116,9 +116,9 @@ def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
     require_drop(drop)
     if not replay.asked.any():
         raise ValueError("trace must ask for at least one expert, got padding only; trace again")
-    enough, most = replay.dropped_share[-1] <= drop, float(replay.factors[-1])
+    suffices, last = bool(replay.dropped_share[-1] <= drop), float(replay.factors[-1])
     fix = f"add {replay.needed.max():g}"
-    require(bool(enough), "factors", most, "have room for enough rows", fix)
+    require(suffices, "factors", last, "have room for enough rows", fix)
 
     def smallest(asked: NDArray[np.int64], dropped: NDArray[np.int64]) -> int:
         enough = dropped.sum(1) <= drop * asked.sum()
@@ -128,8 +128,8 @@ def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
     def advice(
         asked: NDArray[np.int64], dropped: NDArray[np.int64], index: int | None = None
     ) -> Advice:
-        some = asked > 0
-        asked, dropped = asked[some], dropped[:, some]
+        has_rows = asked > 0
+        asked, dropped = asked[has_rows], dropped[:, has_rows]
         index = smallest(asked, dropped) if index is None else index
         middle = len(asked) // 2
         halves = slice(max(1, middle)), slice(middle, None)
@@ -202,9 +202,9 @@ def study(
     replays = {pool: replay(demand, pool=pool, store_layers=store_layers) for pool in pools}
     answers = {pool: recommend(replayed, drop) for pool, replayed in replays.items()}
     chosen = min(answers.values(), key=lambda answer: answer.overall.factor)
-    of_run = demand.run.capacity_pool
+    traced_pool = demand.run.capacity_pool
     return Study(
         name=name,
         answers=tuple(answers.values()),
-        chosen=answers.get(of_run, chosen) if of_run else chosen,
+        chosen=answers.get(traced_pool, chosen) if traced_pool else chosen,
     )

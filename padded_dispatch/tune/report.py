@@ -90,13 +90,13 @@ def layer_table(study: Study) -> Table:
     replay = study.chosen.replay
     alone = dict(zip(replay.demand.layers.tolist(), replay.needed_alone.tolist(), strict=True))
     headers = ["layer", "alone has room at", "no room", "worst step"]
-    own = study.pool == "expert"
-    if own:
+    in_cells = study.pool == "expert"
+    if in_cells:
         headers += ["factor", "slots", "halves"]
     rows = []
     for layer, advice in study.chosen.layers.items():
         row = [str(layer), f"{alone[layer]:.3g}", percent(advice.dropped), percent(advice.worst)]
-        if own:
+        if in_cells:
             halves = f"{advice.halves[0]:g}, {advice.halves[1]:g}"
             row += [f"{advice.factor:g}", f"{advice.room:,}", halves]
         rows.append(tuple(row))
@@ -118,13 +118,13 @@ def summary(study: Study, report: Path) -> str:
 
 def whole(study: Study) -> str:
     """Return the text of the page."""
-    replay, own = study.chosen.replay, study.pool == "expert"
+    replay, in_cells = study.chosen.replay, study.pool == "expert"
     run = replay.demand.run
     num_factors = len(replay.configs)
     every = max(1, num_factors // _PAGE_ROWS)
     shown = {study.chosen.index, *range(num_factors - 1, -1, -every)}
     note = "No room: of all rows."
-    if not own:
+    if not in_cells:
         note += " In a store each overwrites another, which backward computes again;"
         note += " what collectives strike, or one layer has beyond the store, is dropped."
     else:
@@ -141,7 +141,7 @@ def whole(study: Study) -> str:
         "Dropping changes what is learned; a trace does not show how much."
     )
     settings = [f"{title}:\n{block}" for title, block in blocks(study).items()]
-    if own and len(study.chosen.layers) > 1:
+    if in_cells and len(study.chosen.layers) > 1:
         settings.append("The same with a factor for each layer:")
         settings += blocks(study, per_layer=True).values()
     parts = [
