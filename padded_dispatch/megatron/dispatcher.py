@@ -349,21 +349,21 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             num_tokens, num_calls = len(tokens_TD), self._chunk.num_calls
             rows, itemsize = self.store.num_rows(num_tokens), tokens_TD.element_size()
             width = self.experts.linear_fc1.weight.shape[1]
-            size = rows * row_bytes(width, itemsize) / 2**30
+            store_gib = rows * row_bytes(width, itemsize) / 2**30
             slots, direct = config.wire_slots(num_tokens), self.exchange.kind == "direct"
             kept = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)
-            tokens = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30
-            drops, cells = [], config.capacity_pool == "expert"
-            if cells and (capacity := config.capacity(num_tokens)) < num_tokens:
+            tokens_gib = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30
+            drops, in_cells = [], config.capacity_pool == "expert"
+            if in_cells and (capacity := config.capacity(num_tokens)) < num_tokens:
                 drops.append(f"rows of a rank for an expert past {capacity}")
             if rows < config.max_rows(num_tokens, None if direct else slots):
                 drops.append(f"rows of a layer past {rows}")
-            if slots < num_tokens and not (direct or cells) and config.num_ranks > 1:
+            if slots < num_tokens and not (direct or in_cells) and config.num_ranks > 1:
                 drops.append(f"tokens from one rank to another past {slots}")
             log_once(
                 f"padded dispatch: {num_calls} layers at {num_tokens} tokens per rank share a "
-                f"store of {rows} rows, {size:.2f} GiB for each micro-batch in flight, and keep "
-                f"{tokens:.2f} GiB of tokens that arrived; what is dropped: "
+                f"store of {rows} rows, {store_gib:.2f} GiB for each micro-batch in flight, and "
+                f"keep {tokens_gib:.2f} GiB of tokens that arrived; what is dropped: "
                 f"{' and '.join(drops) or 'nothing'}"
             )
 

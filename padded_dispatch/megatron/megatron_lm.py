@@ -295,11 +295,11 @@ class _Loop:
             are_ours = [False] * dist.get_world_size()
             if config.num_moe_experts is not None:
                 dist.all_gather_object(are_ours, is_ours(config))
-            has_padded_layers = any(are_ours)
-            if has_padded_layers:
+            run = None
+            if any(are_ours):
                 require_own_weights(chunks, optimizer)
-            self._run = _Run(self._training, chunks, step=steps_done) if has_padded_layers else None
-            self._chunks = chunks
+                run = _Run(self._training, chunks, step=steps_done)
+            self._run, self._chunks = run, chunks
         return self._run
 
 

@@ -94,7 +94,7 @@ class Retry:
         start = _StepStart(self.chunks)
         dropped_before = self._dropped()
         recorded = record(kwargs["data_iterator"])
-        results = self.forward_backward_func(**kwargs | {"data_iterator": recorded})
+        results = self.forward_backward_func(**{**kwargs, "data_iterator": recorded})
         self.num_steps += 1
         num_dropped = self._dropped_since(dropped_before)
         if num_dropped == 0:
@@ -103,7 +103,7 @@ class Retry:
         first_counts = Copies(t for counters in self._counters for t in counters.tensors())
         start.restore()
         with without_graphs(self.chunks), dropping_nothing(self._layers):
-            results = self._eager(**kwargs | {"data_iterator": replay(recorded)})
+            results = self._eager(**{**kwargs, "data_iterator": replay(recorded)})
         self.num_retried += 1
         self._note(num_dropped)
         still_dropped = self._dropped_since(dropped_before)
@@ -261,7 +261,7 @@ def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
         batches = wrapper.data_read(
             kwargs["data_iterator"], kwargs["model"], True, kwargs["num_microbatches"]
         )
-        return wrapper.forward_backward_func(**kwargs | {"data_iterator": batches})
+        return wrapper.forward_backward_func(**{**kwargs, "data_iterator": batches})
 
     return run
 

@@ -363,11 +363,11 @@ def by_number(layers: Iterable[Any]) -> dict[int, Any]:
     A layer outside of a transformer layer has no number. The layers of a hybrid stack that predict
     different tokens share one.
     """
-    found: dict[int, Any] = {}
+    numbered: dict[int, Any] = {}
     others = []
     for layer in layers:
-        if layer.router.layer_number is None or (number := number_in_model(layer.router)) in found:
-            others.append(layer)
+        if layer.router.layer_number is not None and number_in_model(layer.router) not in numbered:
+            numbered[number_in_model(layer.router)] = layer
         else:
-            found[number] = layer
-    return found | dict(enumerate(others, max(found, default=0) + 1))
+            others.append(layer)
+    return numbered | dict(enumerate(others, max(numbered, default=0) + 1))

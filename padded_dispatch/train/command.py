@@ -57,8 +57,8 @@ def compare(contenders: list[tuple[str, argparse.Namespace]]) -> int:
         rule = "be left out of compare, whose runs would write to one folder"
         trace = settings.dispatch.padded.trace
         require(trace is None, "--trace", trace, rule, "keep figures with --out")
-    names = enumerate((name for name, _ in contenders), start=1)
-    _start(runs, [f"{i}/{len(runs)} {name}".rstrip() for i, name in names])
+    names = [name for name, _ in contenders]
+    _start(runs, [f"{i}/{len(runs)} {name}".rstrip() for i, name in enumerate(names, start=1)])
     return 0
 
 

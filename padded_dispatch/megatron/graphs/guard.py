@@ -146,8 +146,8 @@ def check_unchanged(names: Sequence[str], captured: tuple[Any, ...], now: tuple[
     )
 
 
-def _mask_of(given: dict[str, Any]) -> str:
-    return "absent" if given.get("padding_mask") is None else "given"
+def _mask_of(inputs: dict[str, Any]) -> str:
+    return "absent" if inputs.get("padding_mask") is None else "given"
 
 
 def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
