@@ -87,22 +87,22 @@ def _place(config: Any, number: int, pipeline: Any, name: str) -> tuple[int | No
     rank = pipeline.rank() if pipeline else parallel_state.get_pipeline_model_parallel_rank()
     numbers = range(virtual) if virtual else [None]
     offsets = [get_transformer_layer_offset(config, stage, rank) for stage in numbers]
-    before = [offset for offset in offsets if offset < number]
+    lower = [offset for offset in offsets if offset < number]
     # In a stack with a pattern of layers, no offset need be below the layer's number.
-    return max(len(before) - 1, 0), number - 1 - max(before, default=0)
+    return max(len(lower) - 1, 0), number - 1 - max(lower, default=0)
 
 
 def _repeats(config: Any, number: int) -> int:
     """Return how many times a forward pass of the chunk runs a layer."""
     parts = getattr(config, "mlp_chunks_for_training", None) or 1
-    again = number > config.num_layers and getattr(config, "mtp_use_repeated_layer", False)
-    return parts * (config.mtp_num_layers if again else 1)
+    is_repeated = number > config.num_layers and getattr(config, "mtp_use_repeated_layer", False)
+    return parts * (config.mtp_num_layers if is_repeated else 1)
 
 
 def _is_recomputed(config: Any, index: int) -> bool:
     """Return whether backward always recomputes a layer, so that its forward pass keeps no rows."""
     if config.recompute_granularity == "selective":
         return "moe" in (config.recompute_modules or ())
-    blocks = config.recompute_method == "block"
+    by_block = config.recompute_method == "block"
     is_whole = config.recompute_granularity == "full"
-    return is_whole and not (blocks and index >= (config.recompute_num_layers or 0))
+    return is_whole and not (by_block and index >= (config.recompute_num_layers or 0))

@@ -127,8 +127,8 @@ class SelectAfterCounting(TopKRouter):
         if self.bias is not None and self.bias.dtype != dtype:
             from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
-            given = {"weight": self.weight, "bias": self.bias.to(dtype), "router_dtype": dtype}
-            logits = functools.partial(router_gating_linear, **given)
+            fixed = {"weight": self.weight, "bias": self.bias.to(dtype), "router_dtype": dtype}
+            logits = functools.partial(router_gating_linear, **fixed)
         if input.dtype == self.weight.dtype == torch.bfloat16 and dtype == torch.float32:
             return _Gradients.apply(input, self.weight, self.bias, logits)
         return logits(input)

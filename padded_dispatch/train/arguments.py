@@ -69,37 +69,37 @@ def resolve(arguments: argparse.Namespace) -> Settings:
     Raises:
         ValueError: names the flag, its rule, its value and what to set.
     """
-    given = vars(arguments)
+    flags = vars(arguments)
     preset = PRESETS[arguments.preset]
-    layout = Layout(**_layout_defaults(preset, given) | _pick(Layout, given))
-    drops = given.get("dispatcher", DROPPING[0]) in DROPPING
+    layout = Layout(**_layout_defaults(preset, flags) | _pick(Layout, flags))
+    drops = flags.get("dispatcher", DROPPING[0]) in DROPPING
     dispatch: dict[str, Any] = {"capacity_factor": 1.25 if drops else None}
-    values = vars(preset) | given
+    values = vars(preset) | flags
     recipe = {"global_batch": values["micro_batch"] * max(1, layout.dp) * layout.pp}
     return Settings(
         preset=arguments.preset,
         model=preset.model,
         recipe=Recipe(**recipe | _pick(Recipe, values)),
-        dispatch=Dispatch(**dispatch | _pick(Dispatch, given), padded=from_arguments(arguments)),
+        dispatch=Dispatch(**dispatch | _pick(Dispatch, flags), padded=from_arguments(arguments)),
         layout=layout,
         output=Output(**_pick(Output, values)),
     )
 
 
-def _layout_defaults(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
+def _layout_defaults(preset: Preset, flags: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    device = given.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+    device = flags.get("device", "cuda" if torch.cuda.is_available() else "cpu")
     for name in ("workers", "tp", "pp", "etp"):  # Checked before anything is divided by them.
-        require(given.get(name, 1) > 0, flag(name), given.get(name), "be above 0")
+        require(flags.get(name, 1) > 0, flag(name), flags.get(name), "be above 0")
     num_gpus = torch.cuda.device_count()
-    name = given["preset"]
+    name = flags["preset"]
     fits = device == "cuda" or name == "tiny"
     require(fits, "--preset", name, "be tiny on a CPU", "run on a GPU")
     require(device == "cpu" or num_gpus, "--device", device, "be cpu where PyTorch sees no GPU")
     # Under torchrun the processes exist already, and some may be on other machines.
     started = int(os.environ.get("WORLD_SIZE", 0))
-    workers = given.get("workers", started or (num_gpus if device == "cuda" else 2))
+    workers = flags.get("workers", started or (num_gpus if device == "cuda" else 2))
     require(
         started in (0, workers),
         "--workers",
@@ -113,14 +113,14 @@ def _layout_defaults(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
         workers,
         f"be at most {num_gpus}, the GPUs that PyTorch sees",
     )
-    most = max(1, workers // (given.get("etp", 1) * given.get("pp", 1)))
+    most = max(1, workers // (flags.get("etp", 1) * flags.get("pp", 1)))
     ep = math.gcd(most, preset.model.num_experts)
     return {"device": device, "workers": workers, "ep": ep}
 
 
-def _pick(cls: type, given: dict[str, Any]) -> dict[str, Any]:
+def _pick(cls: type, values: dict[str, Any]) -> dict[str, Any]:
     names = {option.name for option in dataclasses.fields(cls)}
-    return {name: value for name, value in given.items() if name in names}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _add(group: Any, option: dataclasses.Field[Any], hint: Any) -> None:

@@ -153,14 +153,14 @@ def replay(
             lost[i] = int(asked.sum() - counts.sum())
         room.append(config.store_rows(run.num_tokens, store_layers))
         rows = _by_rank(counts, config)
-        in_use = []
+        tops_by_stack = []
         for stack in stacks:  # The last one may have fewer layers.
             sums = rows[:, stack].cumsum(1)
             limit = config.store_rows(run.num_tokens, sums.shape[1])
-            in_use.append(np.minimum(sums, limit))
+            tops_by_stack.append(np.minimum(sums, limit))
             lost[i] += int(np.maximum(rows[:, stack] - limit, 0).sum())
-        stays = [np.diff(tops, axis=1, prepend=0).sum(2) for tops in in_use]
-        kept.append(np.concatenate(stays, axis=1))
+        kept_by_stack = [np.diff(tops, axis=1, prepend=0).sum(2) for tops in tops_by_stack]
+        kept.append(np.concatenate(kept_by_stack, axis=1))
 
     def by_step(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         sums = np.zeros((len(steps), num_layers), np.int64)

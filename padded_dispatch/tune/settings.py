@@ -21,19 +21,19 @@ def blocks(study: Study, *, per_layer: bool = False) -> dict[str, str]:
         study: its recommendation is used.
         per_layer: write one factor for each layer, unless layers share a store.
     """
-    factor, given = f"{study.chosen.overall.factor:g}", options(study, per_layer=per_layer)
+    factor, fields = f"{study.chosen.overall.factor:g}", options(study, per_layer=per_layer)
     command = [
         "torchrun --nproc-per-node auto -m padded_dispatch.megatron.run",
         'pretrain_gpt.py "${ARGS[@]}"',
         "--moe-token-dispatcher-type padded_alltoall",
         f"--moe-expert-capacity-factor {factor}",
-        *(f"{flag(f'padded_{name}')} {_text(value)}" for name, value in given.items()),
+        *(f"{flag(f'padded_{name}')} {_text(value)}" for name, value in fields.items()),
     ]
     lines = [
         "from padded_dispatch.megatron import PaddedOptions, install",
         "",
         "install(PaddedOptions(",
-        *(f"    {name}={value!r}," for name, value in given.items()),
+        *(f"    {name}={value!r}," for name, value in fields.items()),
         "))",
         "moe = dict(",
         '    moe_token_dispatcher_type="padded_alltoall",',
@@ -47,11 +47,11 @@ def blocks(study: Study, *, per_layer: bool = False) -> dict[str, str]:
 
 def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
     """Return the fields of `PaddedOptions`; see `blocks`."""
-    given: dict[str, Any] = {"capacity_pool": study.pool}
+    fields: dict[str, Any] = {"capacity_pool": study.pool}
     if per_layer and study.pool == "expert":
         layers = study.chosen.layers.items()
-        given["layer_factors"] = {layer: advice.factor for layer, advice in layers}
-    return given
+        fields["layer_factors"] = {layer: advice.factor for layer, advice in layers}
+    return fields
 
 
 def _text(value: str | dict[int, float]) -> str:
