@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -139,6 +140,7 @@ def only_worker() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         uninstall()
+        unset_num_microbatches_calculator()
         parallel_state.destroy_model_parallel()
         end_groups()
 

@@ -9,9 +9,7 @@ from unittest.mock import patch
 
 import pytest
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
-from padded_dispatch.megatron import uninstall
 from padded_dispatch.train import command
 from padded_dispatch.train.arguments import read, read_compare
 from padded_dispatch.train.loop import Outcome, Trainer
@@ -83,12 +81,8 @@ def test_a_run_that_is_stopped_leaves_what_it_had(tmp_path, capfd):
 
     handler = signal.getsignal(signal.SIGTERM)
     flags = f"{SMALL} --steps 9 --log-every 2 --eval-every 2 --out {path} --vs"
-    with only_worker(), patch.object(Trainer, "step", step):
-        with pytest.raises(SystemExit, match="143"):
-            compare(flags)
-        uninstall()
-        parallel_state.destroy_model_parallel()
-        unset_num_microbatches_calculator()
+    with only_worker(), patch.object(Trainer, "step", step), pytest.raises(SystemExit, match="143"):
+        compare(flags)
     assert signal.getsignal(signal.SIGTERM) is handler
     ((row,),) = (run["rows"] for run in json.loads(path.read_text())["runs"])
     assert row["ended_early"] and (row["step"], row["held_out"]["step"]) == ([1, 2], [2])
