@@ -78,8 +78,7 @@ def build(
         dispatcher.set_shared_experts(layer.shared_experts)
     dispatcher.experts = layer.experts
     layer.token_dispatcher = dispatcher
-    layer.router.layer_name = kwargs.get("name") or ""
-    select_after_counting(layer.router, dispatcher)
+    select_after_counting(layer.router, dispatcher, kwargs.get("name") or "")
     if config.cuda_graph_impl == "none":  # Else the guard calls it, also for replays.
         dispatcher.see_pass = functools.partial(watch.see_pass, layer)
 

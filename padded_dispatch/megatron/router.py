@@ -34,8 +34,10 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _GATING = TopKRouter.gating  # Others may patch it later.
 
 
-def select_after_counting(router: Any, dispatcher: PaddedAlltoAllTokenDispatcher) -> None:
-    """Turn a Megatron TopKRouter (or a subclass) into one that selects after it has counted.
+def select_after_counting(
+    router: Any, dispatcher: PaddedAlltoAllTokenDispatcher, layer_name: str = ""
+) -> None:
+    """Turn a Megatron TopKRouter (or a subclass) into a `SelectAfterCounting`.
 
     Raises:
         ValueError: if the router is of another class.
@@ -48,7 +50,8 @@ def select_after_counting(router: Any, dispatcher: PaddedAlltoAllTokenDispatcher
         "give the layer's spec such a router",
     )
     router.__class__ = _combined(type(router))
-    router.dispatcher, dispatcher.configs.router = dispatcher, router
+    router.dispatcher, router.layer_name = dispatcher, layer_name
+    dispatcher.configs.router = router
     if router.layer_number is not None:
         dispatcher.set_layer(number_in_model(router))
 
