@@ -4,46 +4,22 @@
 smaller number: `python -m tests.test_sizes` prints the file. LOG.md is a lab book, no page.
 """
 
-import ast
 import dataclasses
-import io
 import json
 import re
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import padded_dispatch
 import padded_dispatch.megatron
 from padded_dispatch.megatron.options import PaddedOptions
+from padded_dispatch.utils.results import code_lines
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("train", "tune", "bench")
 LOG = ROOT / "notebooks" / "results" / "LOG.md"
 SLACK = 1.02
-_LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
-_DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-
-
-def code_lines(source: str) -> int:
-    """Count lines that hold code: no docstrings, comments or blanks."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _LAYOUT:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
-            docstring = node.body[0]
-            lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
-    return len(lines)
 
 
 def num_flags(command: str) -> int:
@@ -72,7 +48,7 @@ def measured() -> dict[str, int]:
     return {
         "package lines": sum(len(source.splitlines()) for source in package),
         "package files": len(package),
-        "package code lines": sum(map(code_lines, package)),
+        "package code lines": sum(len(code_lines(source)) for source in package),
         "test lines": sum(len(source.splitlines()) for source in tests),
         "page words": sum(words.values()) - words[LOG],
         "log words": words[LOG],

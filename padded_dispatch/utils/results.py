@@ -4,17 +4,29 @@
 command that measures writes the file.
 """
 
+import ast
 import datetime
 import hashlib
+import io
 import json
 import os
 import platform
+import tokenize
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
+_LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+_DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 
 
 def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
@@ -37,9 +49,23 @@ def about(*, num_gpus: int, command: str, commit: str | None) -> dict[str, Any]:
 
 
 def kernels() -> str:
-    """Return a digest of the files that hold the kernels."""
+    """Return a digest of the kernels' code."""
     files = sorted((Path(__file__).parents[1] / "kernels").glob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
+    lines = [line for path in files for line in code_lines(path.read_text())]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def code_lines(source: str) -> list[str]:
+    """Return the lines of a module that hold code: no docstrings, comments or blanks."""
+    numbers: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _LAYOUT:
+            numbers.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            numbers.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    return [line for number, line in enumerate(source.split("\n"), start=1) if number in numbers]
 
 
 def read_runs(option: str, path: Path) -> list[dict[str, Any]]:

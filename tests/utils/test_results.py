@@ -81,6 +81,13 @@ def test_about_has_the_metadata_of_a_run():
     assert set(about) == {"machine", "versions", "command", "commit", "kernels", "date"}
 
 
+def test_lines_of_code_are_neither_docstrings_nor_comments_nor_blanks():
+    source = (
+        '"""One.\n\nTwo."""\n\n# Three.\ndef f():\n    """Four."""\n    return """five\nsix"""\n'
+    )
+    assert results.code_lines(source) == ["def f():", '    return """five', 'six"""']
+
+
 def test_a_disk_that_is_full_leaves_the_old_rows(tmp_path, monkeypatch):
     path = tmp_path / "r.json"
     results.append_run(path, {"commit": "a"}, [{"ms": 1}])
