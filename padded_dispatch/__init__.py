@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from padded_dispatch.experts.activation import Activation
     from padded_dispatch.experts.padded import ExpertInput
     from padded_dispatch.experts.store import Store
-    from padded_dispatch.routing.plan import Plan, make_plan
-    from padded_dispatch.routing.select import select
+    from padded_dispatch.routing import Plan, make_plan, select
 
 __version__ = "0.1.0"
 
@@ -42,10 +41,10 @@ _HOMES = {
     "ExpertInput": "experts.padded",
     "ExpertWeights": "experts",
     "PaddedDispatcher": "dispatcher",
-    "Plan": "routing.plan",
+    "Plan": "routing",
     "Store": "experts.store",
-    "make_plan": "routing.plan",
-    "select": "routing.select",
+    "make_plan": "routing",
+    "select": "routing",
 }
 
 

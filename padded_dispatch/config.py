@@ -87,7 +87,7 @@ class DispatchConfig:
         capacity_pool: which rows share room. "store": those of all layers. "expert": those of one
             cell, C slots for each (source, expert).
         policy: which rows keep a slot when more ask than fit: "probs" (the most probable) or
-            "position" (the first tokens); see `padded_dispatch.routing.select`.
+            "position" (the first tokens); see `padded_dispatch.routing`.
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert's ffn between them (expert tensor parallel).
 

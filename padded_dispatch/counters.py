@@ -25,7 +25,7 @@ from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.kernels import SCALARS
-from padded_dispatch.routing.select import Selection
+from padded_dispatch.routing import Selection
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

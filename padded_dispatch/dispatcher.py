@@ -28,8 +28,7 @@ from padded_dispatch.experts import Call, ExpertWeights, padded
 from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.padded import DispatchState, ExpertInput
 from padded_dispatch.experts.store import Store, room_of_pass
-from padded_dispatch.routing.plan import choice_probs, make_plan
-from padded_dispatch.routing.select import Selection, select
+from padded_dispatch.routing import Selection, choice_probs, make_plan, select
 
 
 @dataclass(frozen=True, kw_only=True)

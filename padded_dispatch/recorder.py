@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.config import require
-from padded_dispatch.routing.plan import choice_probs, make_plan
-from padded_dispatch.routing.select import Selection
+from padded_dispatch.routing import Selection, choice_probs, make_plan
 from padded_dispatch.trace import HEADER_BYTES, Trace, TracedRun, append, record_bytes
 from padded_dispatch.utils.logs import log_once
 

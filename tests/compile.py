@@ -47,8 +47,8 @@ from padded_dispatch.kernels import (
     select,
 )
 from padded_dispatch.kernels import plan as plans
+from padded_dispatch.routing import Plan
 from padded_dispatch.routing import plan as routing
-from padded_dispatch.routing.plan import Plan
 from tests.experts.test_packed import GPT_OSS, Case, trained
 
 MODULES = activation, counters, direct, gemm, grouped, layout, plans, rows, scaled, select

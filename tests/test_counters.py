@@ -12,7 +12,7 @@ from padded_dispatch.config import DispatchConfig
 from padded_dispatch.counters import Counters, Snapshot
 from padded_dispatch.experts.plain import store_offsets
 from padded_dispatch.experts.store import Room
-from padded_dispatch.routing.select import select
+from padded_dispatch.routing import select
 
 
 def test_a_store_is_counted_where_its_rows_are_kept():

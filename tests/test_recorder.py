@@ -5,7 +5,7 @@ import torch
 
 from padded_dispatch import recorder as module
 from padded_dispatch.recorder import RoutingBuffer, TraceRecorder, steps_apart
-from padded_dispatch.routing.select import select
+from padded_dispatch.routing import select
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from tests.support.graph_protocol import Tape
 from tests.support.routings import routing_map, thin_out

@@ -1,7 +1,7 @@
 """Exchange: move tokens to the ranks of their experts, and results home.
 
 A token is sent once to each rank that holds one of its experts. It arrives at [source, slot], which
-the source computes without counts of other ranks. The source's plan (`routing.plan`) is sent with
+the source computes without counts of other ranks. The source's plan (`routing.Plan`) is sent with
 the tokens. The receiver makes rows of the tokens (`experts`). It returns one row for each choice
 (`direct`: stores between the GPUs of one host) or one sum for each of the tokens (`collectives`:
 any backend). `choose` picks one of the two for a layer. `agreement` first compares shapes and rules

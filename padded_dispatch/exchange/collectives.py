@@ -31,7 +31,7 @@ from torch import Tensor
 
 from padded_dispatch.config import Policy
 from padded_dispatch.exchange import Arrived, Values
-from padded_dispatch.routing.plan import Plan
+from padded_dispatch.routing import Plan
 from padded_dispatch.utils.nvtx import nvtx_range
 from padded_dispatch.utils.phases import require_first_derivatives
 

@@ -85,7 +85,7 @@ def run(
 ) -> Tensor:
     """Compute the experts of every token: `sum of prob * (fc2(f(fc1(token))) + bias)`, [T, D].
 
-    Tokens are in the dtype of the weights; `prob_TK` is that of `routing.plan.choice_probs`.
+    Tokens are in the dtype of the weights; `prob_TK` is that of `routing.choice_probs`.
     Choices without room add nothing, and have a gradient of zero.
     """
     if tokens_TD.is_cuda:

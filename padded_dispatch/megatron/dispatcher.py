@@ -48,7 +48,7 @@ from padded_dispatch.megatron.experts import (
     require_weights_stay,
 )
 from padded_dispatch.megatron.layer_configs import LayerConfigs
-from padded_dispatch.routing.plan import Plan, choice_probs, make_plan
+from padded_dispatch.routing import Plan, choice_probs, make_plan
 from padded_dispatch.utils.logs import log_once
 from padded_dispatch.utils.phases import trains
 

@@ -27,7 +27,7 @@ from padded_dispatch.exchange.agreement import NamedValues, agree_on_shapes
 from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
-from padded_dispatch.routing.select import select
+from padded_dispatch.routing import select
 from padded_dispatch.utils.phases import require_first_derivatives, trains
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from padded_dispatch import DispatchConfig
 from padded_dispatch.exchange.collectives import Collectives
-from padded_dispatch.routing.plan import make_plan
+from padded_dispatch.routing import make_plan
 from tests.support import reference
 from tests.support.threads import ThreadGroup, _Turns, grid, run_on_threads
 from tests.support.whole_layers import check, make_case

@@ -26,7 +26,7 @@ from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import Buffers, Room, Store, TakeRoom, fitting, scratch
 from padded_dispatch.kernels import gemm
-from padded_dispatch.routing.plan import choice_probs, make_plan
+from padded_dispatch.routing import choice_probs, make_plan
 from tests.support.device import small_tiles
 from tests.support.direct_parity import differences
 from tests.support.threads import grid, poisoned_memory, run_on_threads, threads_as_ranks

@@ -8,7 +8,7 @@ import torch
 from padded_dispatch import DispatchConfig
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.experts import padded
-from padded_dispatch.routing.plan import make_plan
+from padded_dispatch.routing import make_plan
 from tests.support.whole_layers import check, make_case
 
 

@@ -8,7 +8,7 @@ from padded_dispatch.config import DispatchConfig
 from padded_dispatch.counters import Counters, count_in_torch
 from padded_dispatch.kernels import SCALARS
 from padded_dispatch.kernels.counters import count
-from padded_dispatch.routing.select import kept_map_in_torch
+from padded_dispatch.routing import kept_map_in_torch
 from tests.support.device import DEVICE, here
 
 BOTH = pytest.mark.parametrize("run", [count, count_in_torch])

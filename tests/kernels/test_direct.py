@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.kernels import direct
-from padded_dispatch.routing.plan import Plan, plan_in_torch
+from padded_dispatch.routing import Plan, plan_in_torch
 from tests.support.device import DEVICE, addresses, equal, here, ints
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 from padded_dispatch.kernels import plan
-from padded_dispatch.routing.plan import choice_probs, plan_in_torch
+from padded_dispatch.routing import choice_probs, plan_in_torch
 from tests.support.device import DEVICE, equal, few, here
 from tests.support.routings import LARGE, RoutingCase, large_map, routing_cases, routing_map
 

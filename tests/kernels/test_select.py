@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from padded_dispatch.config import POLICIES
 from padded_dispatch.kernels import select
-from padded_dispatch.routing.select import kept_map_in_torch
+from padded_dispatch.routing import kept_map_in_torch
 from tests.support.device import equal, here_if_tensor
 from tests.support.routings import LARGE, RoutingCase, large_map, routing_cases, routing_map
 

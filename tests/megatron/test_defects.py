@@ -22,7 +22,7 @@ from padded_dispatch import DispatchConfig, kernels
 from padded_dispatch.megatron import PaddedOptions, install, schedule, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.config import take_over
-from padded_dispatch.routing.select import select
+from padded_dispatch.routing import select
 from tests.support import tiny
 from tests.support.graph_protocol import Tape
 

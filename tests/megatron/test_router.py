@@ -14,7 +14,7 @@ from padded_dispatch.config import POLICIES
 from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.router import select_after_counting
-from padded_dispatch.routing.select import select
+from padded_dispatch.routing import select
 from tests.support import tiny
 from tests.support.parity import megatron
 

@@ -24,7 +24,7 @@ from padded_dispatch.config import kept_tokens
 from padded_dispatch.exchange import Arrived, Values, symmetric_memory
 from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.kernels import Segments, gemm, rows
-from padded_dispatch.routing.plan import Plan, make_plan
+from padded_dispatch.routing import Plan, make_plan
 
 _T = TypeVar("_T")
 

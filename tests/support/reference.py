@@ -33,7 +33,7 @@ Arrays = dict[str, NDArray]
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The fields of `padded_dispatch.routing.select.Selection`, for one source."""
+    """The fields of `padded_dispatch.routing.Selection`, for one source."""
 
     kept_TE: NDArray
     probs_TE: NDArray
@@ -42,7 +42,7 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The fields of `padded_dispatch.routing.plan.Plan`, for one source."""
+    """The fields of `padded_dispatch.routing.Plan`, for one source."""
 
     expert_TK: NDArray
     place_TK: NDArray
