@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.config import POLICIES, Policy, require
-from padded_dispatch.utils.nvtx import nvtx_range
+from padded_dispatch.utils.phases import nvtx_range
 
 
 @dataclass(frozen=True, kw_only=True)

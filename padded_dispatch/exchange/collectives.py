@@ -32,8 +32,7 @@ from torch import Tensor
 from padded_dispatch.config import Policy
 from padded_dispatch.exchange import Arrived, Values
 from padded_dispatch.routing import Plan
-from padded_dispatch.utils.nvtx import nvtx_range
-from padded_dispatch.utils.phases import require_first_derivatives
+from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
 
 # torch 2.13 deprecates the longer names; 2.8 has no others.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -29,7 +29,7 @@ from torch import Tensor
 from padded_dispatch.exchange import Arrived, Values
 from padded_dispatch.exchange.symmetric_memory import Buffers, Shape, buffers_for, check_group
 from padded_dispatch.routing import Plan
-from padded_dispatch.utils.nvtx import nvtx_range
+from padded_dispatch.utils.phases import nvtx_range
 
 
 class DirectStores:

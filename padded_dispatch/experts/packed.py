@@ -29,8 +29,7 @@ from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.store import RUN_ONCE, Buffers, Room
 from padded_dispatch.kernels import Scaled, Segments, gemm, grouped, layout, rows
 from padded_dispatch.kernels import activation as curves
-from padded_dispatch.utils.nvtx import nvtx_range
-from padded_dispatch.utils.phases import require_first_derivatives
+from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
 
 
 def run(

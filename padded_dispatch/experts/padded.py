@@ -24,8 +24,7 @@ from padded_dispatch.exchange.choose import Wire
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts.plain import add, rows_of_choices, take
 from padded_dispatch.kernels import Segments
-from padded_dispatch.utils.nvtx import nvtx_range
-from padded_dispatch.utils.phases import require_first_derivatives
+from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
 
 
 @dataclass(frozen=True, kw_only=True)

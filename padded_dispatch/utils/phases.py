@@ -1,10 +1,23 @@
-"""Phases of the calling thread: a capture, a backward pass, recompute."""
+"""Phases of the calling thread: a capture, a backward pass, recompute; and stages of a layer."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+from torch.cuda import nvtx
 
 from padded_dispatch.config import require
+
+_Fn = TypeVar("_Fn", bound=Callable[..., object])
+
+
+def nvtx_range(name: str) -> Callable[[_Fn], _Fn]:
+    """Decorate a function so that profilers show its calls as ranges `padded_dispatch.NAME`.
+
+    A replay runs no Python, so it has no ranges. A PyTorch without CUDA has no NVTX.
+    """
+    has_nvtx = torch.backends.cuda.is_built()
+    return nvtx.range(f"padded_dispatch.{name}") if has_nvtx else lambda fn: fn
 
 
 def is_capturing() -> bool:

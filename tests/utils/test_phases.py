@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from padded_dispatch.utils.nvtx import nvtx_range
+from padded_dispatch.utils.phases import nvtx_range
 
 
 @pytest.fixture
