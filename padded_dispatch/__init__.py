@@ -11,8 +11,7 @@ from padded_dispatch.config import NO_DROP, DispatchConfig
 
 if TYPE_CHECKING:
     from padded_dispatch.dispatcher import Dispatched, PaddedDispatcher
-    from padded_dispatch.experts import ExpertWeights
-    from padded_dispatch.experts.activation import Activation
+    from padded_dispatch.experts import Activation, ExpertWeights
     from padded_dispatch.experts.padded import ExpertInput
     from padded_dispatch.experts.store import Store
     from padded_dispatch.routing import Plan, make_plan, select
@@ -36,7 +35,7 @@ __all__ = [
 
 # The module that defines each name imported at first use.
 _HOMES = {
-    "Activation": "experts.activation",
+    "Activation": "experts",
     "Dispatched": "dispatcher",
     "ExpertInput": "experts.padded",
     "ExpertWeights": "experts",

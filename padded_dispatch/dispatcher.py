@@ -24,8 +24,7 @@ from padded_dispatch import experts
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes
 from padded_dispatch.exchange.choose import Exchange, Wire, choose
-from padded_dispatch.experts import Call, ExpertWeights, padded
-from padded_dispatch.experts.activation import Activation
+from padded_dispatch.experts import Activation, Call, ExpertWeights, padded
 from padded_dispatch.experts.padded import DispatchState, ExpertInput
 from padded_dispatch.experts.store import Store, room_of_pass
 from padded_dispatch.routing import Selection, choice_probs, make_plan, select

@@ -10,15 +10,63 @@ is for experts from outside of this package: it gives them padded cells and take
 Letters: see `padded_dispatch.config`.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from torch import Tensor
 
+from padded_dispatch.config import require
 from padded_dispatch.counters import Counters
 from padded_dispatch.exchange.choose import Wire
-from padded_dispatch.experts.activation import Activation
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import TakeRoom
+
+Function = Literal["silu", "gelu", "quick_gelu", "squared_relu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """The activation between an expert's two linears.
+
+        plain    prob * f(x + bias)
+        gated    prob * f(min(gate, clamp)) * (min(max(up, -clamp), clamp) + offset)
+
+    If gated, the gate is the first half of `x + bias` and up the second. The definitions are those
+    of `TEGroupedMLP` in Megatron-Core 0.16.1 to 0.19.0. TEGroupedMLP rounds each stage to bf16;
+    here the whole expression, with the bias, is computed in at least fp32 and rounded once.
+
+    SwiGLU is the default; GEGLU has `function="gelu"`; GPT-OSS has `function="quick_gelu",
+    clamp=7.0, offset=1.0`.
+
+    Attributes:
+        function: "silu" is `x * sigmoid(x)`; "gelu" is `x * Phi(x)`, exact, not the tanh form;
+            "quick_gelu" is `x * sigmoid(1.702 * x)`; "squared_relu" is `max(x, 0) ** 2`.
+        gated: whether fc1 returns a gate and up.
+        clamp: above 0; infinity clamps nothing. Needs `gated`.
+        offset: added to up. Needs `gated`.
+
+    Raises:
+        ValueError: names the field, its value and what to change.
+    """
+
+    function: Function = "silu"
+    gated: bool = True
+    clamp: float = math.inf
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        functions = ", ".join(get_args(Function))
+        is_known = self.function in get_args(Function)
+        require(is_known, "function", self.function, f"be one of {functions}")
+        require(self.clamp > 0, "clamp", self.clamp, "be above 0")
+        require(
+            self.gated or (self.clamp, self.offset) == (math.inf, 0.0),
+            "gated",
+            self.gated,
+            f"be True with clamp={self.clamp} and offset={self.offset}",
+            "leave both out",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

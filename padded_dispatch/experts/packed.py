@@ -24,8 +24,7 @@ from torch import Tensor
 
 from padded_dispatch.exchange import Values
 from padded_dispatch.exchange.choose import Wire
-from padded_dispatch.experts import Call, ExpertWeights, Sums
-from padded_dispatch.experts.activation import Activation
+from padded_dispatch.experts import Activation, Call, ExpertWeights, Sums
 from padded_dispatch.experts.store import RUN_ONCE, Buffers, Room
 from padded_dispatch.kernels import Scaled, Segments, gemm, grouped, layout, rows
 from padded_dispatch.kernels import activation as curves

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from padded_dispatch.exchange.collectives import CollectiveWire
-from padded_dispatch.experts import Call, ExpertWeights
-from padded_dispatch.experts.activation import Activation, activate
+from padded_dispatch.experts import Activation, Call, ExpertWeights, Function
 from padded_dispatch.experts.scaled import quantize, widen
 from padded_dispatch.experts.store import RUN_ONCE, Room
 from padded_dispatch.kernels import Scaled
@@ -155,6 +155,33 @@ def _experts(
             product = product + prob[:, None] * fc2_bias
         out.append(product.to(dtype))
     return torch.cat(out)
+
+
+def activate(
+    fc1_NG: Tensor, prob_N: Tensor, activation: Activation, bias: Tensor | None = None
+) -> Tensor:
+    """Apply the activation to rows, [N, G], and multiply by their probabilities: [N, F].
+
+    `bias`: added to the rows: [G], the same for all, or [N, G], one for each.
+    """
+    x_NG = fc1_NG.to(_wide(fc1_NG.dtype))
+    if bias is not None:
+        x_NG = x_NG + bias
+    if activation.gated:
+        gate, up = x_NG.chunk(2, dim=1)
+        up = up.clamp(-activation.clamp, activation.clamp) + activation.offset
+        value = _curve(activation.function, gate.clamp(max=activation.clamp)) * up
+    else:
+        value = _curve(activation.function, x_NG)
+    return (value * prob_N[:, None]).to(fc1_NG.dtype)
+
+
+def _curve(function: Function, x: Tensor) -> Tensor:
+    if function == "squared_relu":
+        return x.relu().square()
+    if function == "gelu":
+        return F.gelu(x)
+    return x * ((1.702 if function == "quick_gelu" else 1.0) * x).sigmoid()
 
 
 def _products(weight_LOI: Tensor, *forms: Scaled) -> list[Callable[[Tensor], Tensor]]:

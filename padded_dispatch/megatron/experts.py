@@ -35,8 +35,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from padded_dispatch.config import CapacityPool, require
-from padded_dispatch.experts import Call, ExpertWeights, run
-from padded_dispatch.experts.activation import Activation, Function
+from padded_dispatch.experts import Activation, Call, ExpertWeights, Function, run
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.megatron.compat import (
     FUSED_SWIGLU_CLAMPS,

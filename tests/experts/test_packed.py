@@ -21,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.exchange.direct import DirectStores
-from padded_dispatch.experts import Call, ExpertWeights, Sums, packed, plain
-from padded_dispatch.experts.activation import Activation
+from padded_dispatch.experts import Activation, Call, ExpertWeights, Sums, packed, plain
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import Buffers, Room, Store, TakeRoom, fitting, scratch
 from padded_dispatch.kernels import gemm

@@ -1,12 +1,13 @@
 """The pass of packed experts on CPUs, and the store's rule; `test_dispatcher.py` has the oracle."""
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from padded_dispatch.experts import plain
+from padded_dispatch.experts import Activation, plain
 from padded_dispatch.experts.store import Room
 from padded_dispatch.kernels import layout
 from tests.support import reference
@@ -96,3 +97,26 @@ def test_gradients_of_a_token_are_summed_in_fp32():
     assert values.grad is not None and values.grad.item() == 258
     summed = plain.add(torch.tensor([[256.0], [1.0], [1.0]]).bfloat16(), torch.zeros(3).int(), 1, 1)
     assert summed.dtype == torch.float32 and summed.item() == 258
+
+
+def test_bf16_rounds_once():
+    """In bf16 1 + 2**-9 is 1, and so is its square; fp32 holds the sum, whose square rounds up."""
+    fc1_NG, bias_G = torch.tensor([[1.0]]).bfloat16(), torch.tensor([2.0**-9]).bfloat16()
+    square = Activation(function="squared_relu", gated=False)
+    out = plain.activate(fc1_NG, torch.tensor([1.0]), square, bias_G)
+    assert out.dtype == torch.bfloat16 and out.item() == 1.0 + 2.0**-7  # (1 + 2**-9)**2 = 1.0039
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"function": "relu"}, "function must be one of silu, .*, got 'relu'$"),
+        ({"clamp": 0.0}, r"clamp must be above 0, got 0\.0$"),
+        ({"clamp": math.nan}, "clamp must be above 0, got nan$"),
+        ({"gated": False, "clamp": 7.0}, r"gated must be True with clamp=7\.0 .* got False; leave"),
+        ({"gated": False, "offset": 1.0}, r"gated must be True with .* offset=1\.0, got False"),
+    ],
+)
+def test_wrong_values_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Activation(**wrong)

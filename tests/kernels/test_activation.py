@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from padded_dispatch.experts.activation import Activation, activate
+from padded_dispatch.experts import Activation
+from padded_dispatch.experts.plain import activate
 from padded_dispatch.experts.scaled import quantize
 from padded_dispatch.kernels import Scaled, activation
 from tests.support.device import DEVICE, equal, here, operand, real, segments_of

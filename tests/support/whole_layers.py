@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
-from padded_dispatch.experts.activation import activate
 from padded_dispatch.experts.padded import ExpertInput
+from padded_dispatch.experts.plain import activate
 from padded_dispatch.experts.store import Store
 from tests.support import reference
 from tests.support.reference import Arrays
