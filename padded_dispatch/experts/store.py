@@ -61,13 +61,6 @@ class Buffers:
 
 
 @dataclass(kw_only=True, eq=False)
-class Entry:
-    """The host's mark of a call that has rows in a stack; the call's autograd node holds it."""
-
-    number: int
-
-
-@dataclass(kw_only=True, eq=False)
 class _Stack:
     """Rows of one micro-batch.
 
@@ -75,7 +68,8 @@ class _Stack:
         num_rows: M, or more.
         top: see `Room.top`.
         captured: whether a CUDA graph uses it.
-        entries: marks of the calls that have rows here, in their order.
+        entries: the rooms of the calls that have rows here, in their order; autograd nodes hold
+            them.
         buffers: memory of rows, by fc1's width and dtype.
         num_tokens: T of the pass that uses it.
         rooms: the room of each call of that pass, by number.
@@ -86,7 +80,7 @@ class _Stack:
     num_tokens: int = 0
     rooms: "tuple[Room, ...]" = ()
     captured: bool = False
-    entries: list[weakref.ref[Entry]] = field(default_factory=list)
+    entries: "list[weakref.ref[Room]]" = field(default_factory=list)
     buffers: dict[tuple[int, torch.dtype], Buffers] = field(default_factory=dict)
 
     @property
@@ -103,19 +97,20 @@ class _Stack:
         return len(self.rooms) if last is None else last.number
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Room:
     """The room of one pass of one layer.
 
     Attributes:
+        number: of the call in the store; -1 outside of one.
         top, first, limit: see `kernels.layout.lay_out`.
         max_rows: the most rows of the pass (N).
         overwritten: whether later calls may overwrite rows.
         share: rows of this pass in perfect balance.
         stack: the stack that has the rows; None if they are not kept.
-        entry: this call's mark in the stack, which lives until backward is done.
     """
 
+    number: int = -1
     limit: int
     max_rows: int
     share: int
@@ -123,7 +118,6 @@ class Room:
     first: bool = True
     overwritten: bool = False
     stack: _Stack | None = None
-    entry: Entry | None = field(default=None, repr=False)
 
     def buffers(self, num_rows: int, fc1_width: int, like: Tensor) -> Buffers:
         """Return memory of `num_rows` rows, or the stack's, new at its first use with a width."""
@@ -144,16 +138,16 @@ class Room:
         It may not if later calls have rows in the stack. It then recomputes overwritten rows in
         memory of its own.
         """
-        if self.stack is None or self.entry is None:
+        if self.stack is None:
             return False
         entries = self.stack.entries
-        later_entries = entries[entries.index(weakref.ref(self.entry)) + 1 :]
+        later_entries = entries[entries.index(weakref.ref(self)) + 1 :]
         return not any(entry() for entry in later_entries)
 
     def close(self) -> None:
-        """Remove the mark when backward lowers `top`; otherwise it dies with the autograd node."""
-        assert self.stack is not None and self.entry is not None
-        self.stack.entries.remove(weakref.ref(self.entry))
+        """End the call when backward lowers `top`; otherwise it ends with the autograd node."""
+        assert self.stack is not None
+        self.stack.entries.remove(weakref.ref(self))
 
 
 # A function that returns the room of a pass from its `count_SL`: see `room_of_pass`.
@@ -211,12 +205,10 @@ class Store:
             self._stacks.remove(stack)
         self._stacks.append(stack)
         last = stack.last
-        number = numbers[bisect_right(numbers, last)]
-        entry = Entry(number=number)
-        stack.entries.append(weakref.ref(entry))
-        return dataclasses.replace(
-            stack.rooms[number], top=stack.top, first=last < 0, stack=stack, entry=entry
-        )
+        room = stack.rooms[numbers[bisect_right(numbers, last)]]
+        room = dataclasses.replace(room, top=stack.top, first=last < 0, stack=stack)
+        stack.entries.append(weakref.ref(room))
+        return room
 
     def _begin(self, num_tokens: int, captures: bool, device: torch.device) -> _Stack:
         """Return a stack without rows for a pass that begins, removed from the list of stacks."""
@@ -250,11 +242,13 @@ def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Roo
     limit = max([num_rows, *(config.store_rows(num_tokens, 1) for config in keep)])
     max_rows = [0 if config.fits else min(config.max_rows(num_tokens), limit) for config in configs]
     rooms = []
-    for i, config in enumerate(configs):
+    for i, (config, most) in enumerate(zip(configs, max_rows, strict=True)):
         # Rows of call i end at `end` or before. A later call with n rows overwrites beyond M - n.
         end, share = sum(max_rows[: i + 1]), config.share(num_tokens)
         overwritten = any(rows and end + rows > limit for rows in max_rows[i + 1 :])
-        rooms.append(Room(limit=limit, max_rows=max_rows[i], share=share, overwritten=overwritten))
+        rooms.append(
+            Room(number=i, limit=limit, max_rows=most, share=share, overwritten=overwritten)
+        )
     return tuple(rooms)
 
 

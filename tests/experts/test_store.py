@@ -128,7 +128,7 @@ def test_a_layer_that_runs_repeatedly():
     store = make_store(1, 1, 1)
     first, again, more = take(store, 0), take(store, 1, 2), take(store, 1, 2)
     assert first.stack is again.stack is more.stack
-    numbers = [room.entry.number for room in (first, again, more) if room.entry is not None]
+    numbers = [room.number for room in (first, again, more)]
     assert numbers == [0, 1, 2]
 
 
