@@ -30,7 +30,7 @@ from typing import Any, Final, Literal, get_args
 Policy = Literal["probs", "position"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
-# See `padded_dispatch.exchange.choose`.
+# See `padded_dispatch.exchange`.
 ExchangeKind = Literal["auto", "alltoall", "direct"]
 
 CapacityPool = Literal["store", "expert"]

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from padded_dispatch import experts
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require
+from padded_dispatch.exchange import Exchange, Wire, choose
 from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes
-from padded_dispatch.exchange.choose import Exchange, Wire, choose
 from padded_dispatch.experts import Activation, Call, ExpertWeights, padded
 from padded_dispatch.experts.padded import DispatchState, ExpertInput
 from padded_dispatch.experts.store import Store, room_of_pass
@@ -56,7 +56,7 @@ class PaddedDispatcher:
         etp_group: the group whose ranks split every expert's ffn; None if experts are not split.
         exchange: "alltoall" uses collectives of any backend. "direct" stores into the memory of
             other GPUs of the host, and serves `run` only. "auto" uses direct stores where they can
-            work: see `exchange.choose`.
+            work: see `padded_dispatch.exchange`.
         store: the store that all layers of a model share; create their dispatchers in the order in
             which a pass runs the layers. None creates a store for this layer alone.
 

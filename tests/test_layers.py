@@ -67,10 +67,14 @@ def test_imports_point_down():
 
 
 def mirrors(path: Path) -> bool:
-    """Return whether a test FOLDER/test_STEM[_ASPECT].py has its source FOLDER/STEM.py."""
+    """Return whether a test FOLDER/test_STEM[_ASPECT].py has its source FOLDER/STEM.py.
+
+    The source may also be a package, FOLDER/STEM/__init__.py.
+    """
     words = path.stem.removeprefix("test_").split("_")
     stems = ("_".join(words[:end]) for end in range(1, len(words) + 1))
-    return any((ROOT / path.parent / f"{stem}.py").exists() for stem in stems)
+    sources = [ROOT / path.parent / stem for stem in stems]
+    return any(s.with_suffix(".py").exists() or (s / "__init__.py").exists() for s in sources)
 
 
 def test_every_test_file_mirrors_a_source_file():

@@ -4,48 +4,66 @@ A token is sent once to each rank that holds one of its experts. It arrives at [
 the source computes without counts of other ranks. The source's plan (`routing.Plan`) is sent with
 the tokens. The receiver makes rows of the tokens (`experts`). It returns one row for each choice
 (`direct`: stores between the GPUs of one host) or one sum for each of the tokens (`collectives`:
-any backend). `choose` picks one of the two for a layer. `agreement` first compares shapes and rules
-over the ranks.
+any backend). `agreement` first compares shapes and rules over the ranks.
+
+Which of the two a layer takes depends on settings and on the machine, never on the routing, so a
+layer keeps it. It is the same on all ranks. `"auto"` takes direct stores if the layer has packed
+experts, no expert is split, and all ranks have GPUs of one host that reach each other over NVLink.
+Else it takes collectives, which move nothing if there is one rank.
 
 Letters: see `padded_dispatch.config`.
 """
 
-from dataclasses import dataclass
+import torch
+import torch.distributed as dist
 
-from torch import Tensor
+from padded_dispatch.config import DispatchConfig, ExchangeKind, require
+from padded_dispatch.exchange.collectives import Collectives, CollectiveWire
+from padded_dispatch.exchange.direct import DirectStores, DirectWire
+
+# The exchange of a layer; its `start` returns the wire of one pass, forward and backward.
+Exchange = Collectives | DirectStores
+Wire = CollectiveWire | DirectWire
 
 
-@dataclass(frozen=True, kw_only=True)
-class Values:
-    """A row for every token that arrived: the token itself, or its output's gradient.
+def choose(
+    config: DispatchConfig,
+    group: dist.ProcessGroup | None,
+    etp_group: dist.ProcessGroup | None,
+    kind: ExchangeKind,
+    *,
+    packed: bool,
+    device: torch.device,
+) -> tuple[Exchange, str]:
+    """Return the exchange of a layer and the reason, for the log; a collective call of `group`.
 
-    Attributes:
-        rows_SPD: the rows of each source, by slot, without this rank's if `own_TD` has them;
-            unspecified in slots without a token.
-        own_TD: the rows of this rank's own tokens, contiguous; None if `rows_SPD` has them.
-        own: this rank's number among the sources; None if `own_TD` is.
+    The caller must first compare `kind` and `packed` over the ranks: only some choices run
+    collectives. `device` is that of the tokens; groups are None for a single rank.
+
+    Raises:
+        ValueError: on all ranks, if "direct" was asked for and cannot work.
     """
-
-    rows_SPD: Tensor
-    own_TD: Tensor | None = None
-    own: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrived:
-    """Tokens and plans of all sources, as they arrived at this rank in a forward pass.
-
-    Attributes:
-        values: the tokens.
-        expert_SPK: int32, local experts of each token, 0 to L - 1; any other number, such as -1, is
-            no expert of this rank.
-        place_SPK: int32, index of the row among its source's rows for that expert.
-        prob_SPK: at least fp32, the probability; unspecified where there is no expert.
-        count_SL: int32, contiguous: rows of each source for each local expert.
-    """
-
-    values: Values
-    expert_SPK: Tensor
-    place_SPK: Tensor
-    prob_SPK: Tensor
-    count_SL: Tensor
+    local = config.num_local_experts
+    collectives = Collectives(local, group, etp_group, config.policy)
+    reason = ""
+    if not packed:
+        reason = "direct stores need experts='packed'"
+    elif collectives.etp_group is not None:
+        size = collectives.etp_group.size()
+        reason = f"direct stores need expert_tensor_parallel_size=1, got {size}"
+    elif device.type != "cuda":
+        reason = f"direct stores need tokens on GPUs, got {device.type}"
+    require(kind != "direct" or not reason, "exchange", kind, "be auto or alltoall here", reason)
+    if kind == "alltoall":
+        reason = f'exchange="{kind}" was asked for'
+    elif kind == "auto" and collectives.num_sources == 1:
+        reason = "one rank"
+    if reason:
+        return collectives, reason
+    try:
+        direct = DirectStores(local, group, over_nvlink=kind == "auto")
+    except ValueError as error:
+        if kind == "direct":
+            raise
+        return collectives, str(error)
+    return direct, f"the {direct.group.size()} ranks share a host and reach each other's GPUs"

@@ -30,13 +30,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.config import Policy
-from padded_dispatch.exchange import Arrived, Values
 from padded_dispatch.routing import Plan
 from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
 
 # torch 2.13 deprecates the longer names; 2.8 has no others.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """A row for every token that arrived: the token itself, or its output's gradient.
+
+    Attributes:
+        rows_SPD: the rows of each source, by slot, without this rank's if `own_TD` has them;
+            unspecified in slots without a token.
+        own_TD: the rows of this rank's own tokens, contiguous; None if `rows_SPD` has them.
+        own: this rank's number among the sources; None if `own_TD` is.
+    """
+
+    rows_SPD: Tensor
+    own_TD: Tensor | None = None
+    own: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """Tokens and plans of all sources, as they arrived at this rank in a forward pass.
+
+    Attributes:
+        values: the tokens.
+        expert_SPK: int32, local experts of each token, 0 to L - 1; any other number, such as -1, is
+            no expert of this rank.
+        place_SPK: int32, index of the row among its source's rows for that expert.
+        prob_SPK: at least fp32, the probability; unspecified where there is no expert.
+        count_SL: int32, contiguous: rows of each source for each local expert.
+    """
+
+    values: Values
+    expert_SPK: Tensor
+    place_SPK: Tensor
+    prob_SPK: Tensor
+    count_SL: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.exchange import Arrived, Values
+from padded_dispatch.exchange.collectives import Arrived, Values
 from padded_dispatch.exchange.symmetric_memory import Buffers, Shape, buffers_for, check_group
 from padded_dispatch.routing import Plan
 from padded_dispatch.utils.phases import nvtx_range

@@ -110,7 +110,7 @@ class Buffers:
         rank: this rank's number in the group.
         barrier: see `PeerMemory`.
         rows_SPD: rows that arrive from the other ranks, in order, [S - 1, P, D].
-        expert_SPK, place_SPK, prob_SPK, count_SL: their plan, see `exchange.Arrived`.
+        expert_SPK, place_SPK, prob_SPK, count_SL: their plan, see `exchange.collectives.Arrived`.
         rows_R: addresses of `rows_SPD` on every rank.
         plan_R: addresses of `expert_SPK` on every rank; the rest of the plan lies behind it.
         home_QD: rows that come home, [P * K, D].

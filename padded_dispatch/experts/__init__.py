@@ -18,7 +18,7 @@ from torch import Tensor
 
 from padded_dispatch.config import require
 from padded_dispatch.counters import Counters
-from padded_dispatch.exchange.choose import Wire
+from padded_dispatch.exchange import Wire
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import TakeRoom
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from padded_dispatch.exchange import Values
-from padded_dispatch.exchange.choose import Wire
+from padded_dispatch.exchange import Wire
+from padded_dispatch.exchange.collectives import Values
 from padded_dispatch.experts import Activation, Call, ExpertWeights, Sums
 from padded_dispatch.experts.store import RUN_ONCE, Buffers, Room
 from padded_dispatch.kernels import Scaled, Segments, gemm, grouped, layout, rows
@@ -48,7 +48,7 @@ def run(
 class _PassState:
     """State that backward needs and autograd does not save.
 
-    `stack_buffers`: the buffers, if they are a stack's; `own`: see `exchange.Values`.
+    `stack_buffers`: the buffers, if they are a stack's; `own`: see `Values`.
     """
 
     wire: Wire

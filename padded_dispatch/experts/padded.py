@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.exchange.choose import Wire
+from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts.plain import add, rows_of_choices, take
 from padded_dispatch.kernels import Segments

@@ -33,8 +33,8 @@ from torch import Tensor
 
 from padded_dispatch.config import NO_DROP, DispatchConfig, kept_tokens, require, row_bytes
 from padded_dispatch.counters import Counters, RoutingObserver
+from padded_dispatch.exchange import Wire, choose
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.choose import Wire, choose
 from padded_dispatch.experts import Call, padded
 from padded_dispatch.experts.padded import DispatchState
 from padded_dispatch.experts.store import Store, room_of_pass

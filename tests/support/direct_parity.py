@@ -21,7 +21,8 @@ from torch.nn import functional
 
 from padded_dispatch.bench.cases import SKEWS, routing_scores
 from padded_dispatch.config import kept_tokens
-from padded_dispatch.exchange import Arrived, Values, symmetric_memory
+from padded_dispatch.exchange import symmetric_memory
+from padded_dispatch.exchange.collectives import Arrived, Values
 from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.kernels import Segments, gemm, rows
 from padded_dispatch.routing import Plan, make_plan

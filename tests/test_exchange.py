@@ -7,9 +7,9 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
+from padded_dispatch import exchange as module
 from padded_dispatch.config import DispatchConfig
-from padded_dispatch.exchange import choose as module
-from padded_dispatch.exchange.choose import choose
+from padded_dispatch.exchange import choose
 from padded_dispatch.exchange.collectives import Collectives
 
 CUDA = torch.device("cuda")
