@@ -63,13 +63,8 @@ def is_positive(value: Any) -> bool:
 
 def require_tokens(num_tokens: int) -> None:
     """Raise if T = 0, because a rank without tokens has no static shape."""
-    require(
-        num_tokens >= 1,
-        "num_tokens",
-        num_tokens,
-        "be at least 1",
-        "pad the batch so that every rank has a token",
-    )
+    fix = "pad the batch so that every rank has a token"
+    require(num_tokens >= 1, "num_tokens", num_tokens, "be at least 1", fix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,34 +103,17 @@ class DispatchConfig:
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "alignment", "num_ranks", "etp_size"):
             value = getattr(self, name)
-            require(
-                isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-                name,
-                value,
-                "be a whole number of at least 1",
-            )
-        require(
-            self.top_k <= self.num_experts,
-            "top_k",
-            self.top_k,
-            f"be at most num_experts={self.num_experts}",
-            "lower top_k",
-        )
-        require(
-            self.num_experts % self.num_ranks == 0,
-            "num_experts",
-            self.num_experts,
-            f"be a multiple of num_ranks={self.num_ranks}",
-            "change one of the two",
-        )
-        factor = self.capacity_factor
-        require(
-            factor == FIT or is_positive(factor),
-            "capacity_factor",
-            factor,
-            "be a number above 0 or FIT",
-            "set NO_DROP to drop nothing",
-        )
+            is_whole = type(value) is int and value >= 1
+            require(is_whole, name, value, "be a whole number of at least 1")
+        top_k, num_experts = self.top_k, self.num_experts
+        rule = f"be at most num_experts={num_experts}"
+        require(top_k <= num_experts, "top_k", top_k, rule, "lower top_k")
+        is_multiple = num_experts % self.num_ranks == 0
+        rule = f"be a multiple of num_ranks={self.num_ranks}"
+        require(is_multiple, "num_experts", num_experts, rule, "change one of the two")
+        factor, rule = self.capacity_factor, "be a number above 0 or FIT"
+        is_factor = factor == FIT or is_positive(factor)
+        require(is_factor, "capacity_factor", factor, rule, "set NO_DROP to drop nothing")
         for name, choices in (("capacity_pool", CAPACITY_POOLS), ("policy", POLICIES)):
             value = getattr(self, name)
             require(value in choices, name, value, f"be one of {', '.join(choices)}")

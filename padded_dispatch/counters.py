@@ -65,7 +65,6 @@ class Counters:
         demand_E: rows that this source asked for.
         kept_E: with cells, rows of this source that have a slot; with a store, rows of all sources
             that have room, counted for this rank's experts only.
-        kept_L: the part of `kept_E` for this rank's experts, a view.
         lost_tokens: tokens that asked for experts and got no slot of any cell.
         num_positions: T per pass, padding tokens included.
         num_passes: passes.
@@ -104,11 +103,11 @@ class Counters:
         self.max_need = torch.zeros((), dtype=torch.int64, device=device)
         for name, count in counts_in(self.totals).items():
             setattr(self, name, count)
-        self.kept_L = self.kept_E[rank * num_local : (rank + 1) * num_local]
         self.of_receiver = {"idle": self.idle_passes}
         if not self._has_cells:
-            of_store = {"kept_L": self.kept_L, "num_again": self.num_again}
-            self.of_receiver |= of_store | {"max_need": self.max_need}
+            kept_L = self.kept_E[rank * num_local : (rank + 1) * num_local]
+            of_store = {"kept_L": kept_L, "num_again": self.num_again, "max_need": self.max_need}
+            self.of_receiver |= of_store
 
     @torch.no_grad()
     def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:

@@ -160,13 +160,9 @@ class PaddedDispatcher:
         )
         agree_on_shapes(self.agreement, config, tokens_TD, rules)
         in_cells = config.capacity_pool == "expert" and not config.fits
-        require(
-            packed or in_cells or config.fits,
-            "capacity_pool",
-            config.capacity_pool,
-            "be 'expert' with experts that read padded cells",
-            "use run for a store",
-        )
+        pool, rule = config.capacity_pool, "be 'expert' with experts that read padded cells"
+        has_room = packed or in_cells or config.fits
+        require(has_room, "capacity_pool", pool, rule, "use run for a store")
         (num_tokens, width), device = tokens_TD.shape, tokens_TD.device
         of_map = num_tokens, config.num_experts
         wanted: dict[str, tuple[int, ...]] = {"probs_TE": of_map, "map_TE": of_map}
@@ -184,12 +180,8 @@ class PaddedDispatcher:
                 config, *self._choose_args, packed=packed, device=device
             )
         exchange = self._exchanges[key]
-        selection = select(
-            map_TE,
-            probs_TE,
-            capacity=config.capacity(num_tokens) if in_cells else num_tokens,
-            policy=config.policy,
-        )
+        capacity = config.capacity(num_tokens) if in_cells else num_tokens
+        selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
         num_slots = config.wire_slots(num_tokens)
         kept_TE, _ = exchange.strike(selection.kept_TE, selection.probs_TE, num_slots)
         plan = make_plan(kept_TE, top_k=config.top_k)

@@ -58,13 +58,9 @@ class RoutingBuffer:
         A micro-batch with another T is recorded as padding tokens, since the factor that it needs
         is relative to its own T.
         """
-        require(
-            probs_TE.dtype != torch.float64,
-            "probs_TE.dtype",
-            probs_TE.dtype,
-            "be at most float32, which a trace holds",
-            "set moe_router_dtype='fp32'",
-        )
+        dtype, rule = probs_TE.dtype, "be at most float32, which a trace holds"
+        fix = "set moe_router_dtype='fp32'"
+        require(dtype != torch.float64, "probs_TE.dtype", dtype, rule, fix)
         num_tokens = self.ids_MTK.shape[1]
         if len(asked_TE) != num_tokens:
             line = f"the trace leaves out micro-batches that do not have {num_tokens} tokens"

@@ -30,7 +30,6 @@ def test_a_store_is_counted_where_its_rows_are_kept():
         store_offsets(passes * count_SL, room, **counters.of_receiver)
     assert counters.demand_E.tolist() == [2, 0, 0, 2, 2, 0]
     assert counters.kept_E.tolist() == [0, 0, 8, 2, 0, 0]
-    assert counters.kept_L.tolist() == [8, 2]
     assert counters.lost_tokens.item() == 0
     assert (counters.num_positions.item(), counters.num_slots.item()) == (3, 0)
     assert (counters.max_need.item(), counters.idle_passes.item()) == (14, 1)

@@ -56,17 +56,12 @@ class Activation:
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        functions = ", ".join(get_args(Function))
-        is_known = self.function in get_args(Function)
-        require(is_known, "function", self.function, f"be one of {functions}")
+        known = get_args(Function)
+        require(self.function in known, "function", self.function, f"be one of {', '.join(known)}")
         require(self.clamp > 0, "clamp", self.clamp, "be above 0")
-        require(
-            self.gated or (self.clamp, self.offset) == (math.inf, 0.0),
-            "gated",
-            self.gated,
-            f"be True with clamp={self.clamp} and offset={self.offset}",
-            "leave both out",
-        )
+        is_default = (self.clamp, self.offset) == (math.inf, 0.0)
+        rule = f"be True with clamp={self.clamp} and offset={self.offset}"
+        require(self.gated or is_default, "gated", self.gated, rule, "leave both out")
 
 
 @dataclass(frozen=True, kw_only=True)
