@@ -48,11 +48,7 @@ class Selection:
 
 @nvtx_range("select")
 def select(
-    map_TE: Tensor,
-    probs_TE: Tensor,
-    *,
-    capacity: int,
-    policy: Policy = "probs",
+    map_TE: Tensor, probs_TE: Tensor, *, capacity: int, policy: Policy = "probs"
 ) -> Selection:
     """Cut a routing map down to the rows for which there are slots.
 

@@ -70,9 +70,11 @@ class Agreement:
                 it lists each rank's. In a capture: if no eager call had these shapes.
             AbsentRanksError: if ranks do not make the call; it names them.
         """
+        if self._mirror is None:
+            return
         key = tuple(shapes.items())
         if is_capturing():
-            if self._mirror is not None and key not in self._compared:
+            if key not in self._compared:
                 shown = ", ".join(f"{name}={value}" for name, value in key)
                 raise ValueError(
                     "shapes inside a CUDA graph capture must be those of an earlier eager step, "
@@ -80,8 +82,6 @@ class Agreement:
                 )
             return
         self._num_calls += 1
-        if self._mirror is None:
-            return
         values = key + rules
         if values not in self._digests:
             digest = blake2b(_text(values), digest_size=16).digest()

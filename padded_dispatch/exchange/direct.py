@@ -47,11 +47,7 @@ class DirectStores:
     kind = "direct"
 
     def __init__(
-        self,
-        num_local_experts: int,
-        group: dist.ProcessGroup | None,
-        *,
-        over_nvlink: bool = False,
+        self, num_local_experts: int, group: dist.ProcessGroup | None, *, over_nvlink: bool = False
     ) -> None:
         self.num_local_experts = num_local_experts
         self.group = check_group(group, over_nvlink=over_nvlink)
