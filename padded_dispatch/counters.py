@@ -95,10 +95,9 @@ class Counters:
     def __init__(
         self, config: DispatchConfig, device: torch.device | str | int, *, rank: int = 0
     ) -> None:
-        num_experts, num_local = config.num_experts, config.num_local_experts
         self._has_cells, self._top_k = config.capacity_pool == "expert", config.top_k
-        self._num_local = num_local
-        num_totals = 2 * num_experts + len(SCALARS)
+        self._num_local = num_local = config.num_local_experts
+        num_totals = 2 * config.num_experts + len(SCALARS)
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
         self.max_need = torch.zeros((), dtype=torch.int64, device=device)
         for name, count in counts_in(self.totals).items():

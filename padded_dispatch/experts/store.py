@@ -201,9 +201,7 @@ class Store:
                 stack = candidate
         if stack is None:
             stack = self._begin(num_tokens, captures, count_SL.device)
-        else:
-            self._stacks.remove(stack)
-        self._stacks.append(stack)
+        self._stacks = [*(other for other in self._stacks if other is not stack), stack]
         last = stack.last
         room = stack.rooms[numbers[bisect_right(numbers, last)]]
         room = dataclasses.replace(room, top=stack.top, first=last < 0, stack=stack)
@@ -211,7 +209,7 @@ class Store:
         return room
 
     def _begin(self, num_tokens: int, captures: bool, device: torch.device) -> _Stack:
-        """Return a stack without rows for a pass that begins, removed from the list of stacks."""
+        """Return a stack without rows for a pass that begins."""
         rooms = _rooms_of(tuple(map(call, self._configs)), num_tokens)
         num_rows, stack = rooms[0].limit, None
         # A capture may also take over a stack that eager passes have left.
@@ -224,8 +222,6 @@ class Store:
         if stack is None:
             top = torch.empty(3, dtype=torch.int32, device=device)  # The first call sets it.
             stack = _Stack(num_rows=num_rows, top=top)
-        else:
-            self._stacks.remove(stack)
         stack.captured, stack.num_tokens, stack.rooms = captures, num_tokens, rooms
         return stack
 
