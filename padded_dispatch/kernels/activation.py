@@ -1,8 +1,8 @@
 """The activation of an expert times the probability, over real rows only, forward and backward.
 
-Each direction is one pass of one kernel: each element is read and written once, computed in fp32
-and rounded once. Launches follow the multiprocessors of a GPU, not the rows that there is room for.
-The function, gating and bias are known when a kernel is compiled.
+Each direction is one launch of one kernel: each element is read once, computed in fp32 and rounded
+once. Backward returns the hidden rows again, for the gradient of fc2's weight, so forward need not
+keep them. Grids follow the multiprocessors of a GPU, not the rows that there is room for.
 """
 
 import triton
@@ -31,18 +31,18 @@ def activate(
 ) -> Tensor:
     """Compute `function(gate) * up * prob` or `function(x) * prob` of the real rows.
 
-    With the gradient of that result, also write the gradients of what it came from: that of fc1's
-    result over `fc1_MG` (it equals that of its bias, before summing), and that of `prob_M`.
+    With `grad_NF`, the gradient of that result, also overwrite `fc1_MG` with its gradient, whose
+    rows sum to the bias's, and write that of `prob_M` to `grad_prob_N`.
 
-    Rows and their probabilities are stored, gradients loose; all are contiguous. A bias of None
-    adds nothing. `function` to `offset` are those of `experts.activation.Activation`.
+    `fc1_MG` and `prob_M` are stored, gradients loose; all are contiguous. A bias of None adds
+    nothing. `function` to `offset` are those of `experts.Activation`.
 
     `scaled`, loose, gets what the next product reads: with a gradient that of fc1's result, [N, G];
-    without one the rows themselves, [N, F], which are not written otherwise.
+    without one the result, [N, F], which is then written nowhere else.
 
     Returns:
-        Loose [N, F] in the dtype of `fc1_MG`; rows outside of the offsets are not written. Empty
-        where only `scaled` has them.
+        Loose [N, F] in the dtype of `fc1_MG`; rows outside of the offsets are not written. N is 0
+        if `scaled` alone has the result.
 
     Example: `fc1 = [nan, [0, 5], [8, 3]]`, `prob = [nan, 1, .5]` and `offsets = [1, 3]` give the
     loose rows `[[0], [11.996]]` for a gated "silu", since silu(8) = 7.9973. Backward, `grad =
@@ -100,6 +100,7 @@ def _curve(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def _clamp(x, CLAMP: tl.constexpr):
+    # Unlike tl.minimum, this keeps NaN.
     return tl.where(x > CLAMP, CLAMP, x)
 
 
@@ -136,8 +137,8 @@ def _activate_kernel(
 ):
     """Write `hidden`, and if there is a gradient of it, gradients over `fc1` and to `grad_probs`.
 
-    A gate and up of a column are read and written together. What is quantized is rounded first, as
-    it is where it is stored.
+    A program reads a gate and its up before it overwrites both. It quantizes rounded rows, so that
+    scales and values do not depend on whether the rows are stored, too.
     """
     dtype: tl.constexpr = fc1.dtype.element_ty
     halves: tl.constexpr = 2 if GATED else 1

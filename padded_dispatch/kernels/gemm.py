@@ -2,23 +2,23 @@
 
 `rows_times_weights` multiplies every expert's rows by that expert's matrix: both forward linears
 and both gradients of rows. Each row of the product may go to an address of its own, also on other
-GPUs. `weight_gradients` multiplies two blocks of rows of one expert, and may add the product to a
-buffer, or store it there while that holds zeros.
+GPUs. `weight_gradients` multiplies two blocks of rows of one expert. It may add the product to a
+buffer, or store it there if the buffer counts as zeros.
 
-The kernels are persistent: programs take tiles in turn, experts in ascending order. Of a small
-weight all columns are taken before the next rows; of a large one, up to 16 tiles of rows before the
-next columns, so that an expert of at most 2,048 rows has its weight read once. `row_tiles` finds
-the tiles of the rows, once for all products with the same offsets.
+The kernels are persistent: programs take tiles in turn, experts in ascending order. Rows times a
+small weight take all columns before the next rows. With a large one they take up to 16 tiles of
+rows before the next columns, so that an expert of at most 2,048 rows has its weight read once.
+`row_tiles` lists tiles of rows, once for all products with the same offsets.
 
-Operands are read, and results written, by the tensor memory accelerator (TMA); sums, and rows with
-addresses, are written by stores. An expert's rows end where its descriptor does, as in Triton's own
-`triton.tools.ragged_tma` (MIT), which Triton 3.4 lacks: idea and constants are taken over. A tile
-that crosses the last row reads zeros there, and does not write the others. Every element is summed
-by one program in the order of the inner dimension: the result depends on the operands alone.
+The tensor memory accelerator (TMA) reads operands and writes results. Plain stores write sums that
+are added to, and rows with addresses. A descriptor of rows ends at an expert's last row, as in
+Triton's own `triton.tools.ragged_tma` (MIT), which Triton 3.4 lacks: idea and constants are taken
+over. So a tile reads zeros behind that row, and writes nothing there. Every element is summed by
+one program in the order of the inner dimension: the result depends on the operands alone.
 notebooks/results/LOG.md has times beside torch's products, and what was tried and left out.
 
-Rows and weights may both be `Scaled`. Then their values are multiplied, with the tensor cores' own
-sums, which are faster and less exact than fp32, and scaled at the end.
+Rows and weights may both be `Scaled`. Then tensor cores multiply their values, and add in sums that
+are faster and less exact than fp32. Scales are applied at the end.
 """
 
 import functools
@@ -74,19 +74,19 @@ def rows_times_weights(
         segments: with the table of `row_tiles`.
         stored: whether `rows` are stored, or loose.
         out: stored, contiguous, in the dtype of the rows, as wide as O; None makes a loose one of N
-            rows.
-        at_M: stored int64; each row goes to its address, a multiple of 16, and not to `out`: on
-            this GPU or on one that it can access.
-        bias_LO: contiguous, same dtype; adds `prob * bias[l]` to the rounded product.
+            rows, unless there is `at_M`.
+        at_M: stored int64, the address of each row of the product, a multiple of 16, on this GPU or
+            on one that it can access; requires that `out` is None.
+        bias_LO: contiguous; `prob * bias[l]` is added to the rounded product, and rounded again.
         prob_M: stored, floating point; required with a bias.
 
     Returns:
-        `out`, in which rows outside of the offsets are not written; with addresses those.
+        `out`, in which rows outside of the offsets are not written; `at_M` if that is given.
 
-    Example: the loose rows `[1, 2]` and `[3, 4]` of two experts, `offsets = [5, 6, 7]`, and their
-    weights `[[1, 0]]` and `[[0, 1]]`, of one output each, give the loose rows `[[1], [4]]`. With
-    the addresses of the second and the first row of a buffer at `at[5]` and `at[6]`, it holds
-    `[[4], [1]]`.
+    Example, without the zeros that pad widths to 8: the loose rows `[1, 2]` and `[3, 4]` of two
+    experts, `offsets = [5, 6, 7]`, and the weights `[[1, 0]]` and `[[0, 1]]` give the loose rows
+    `[[1], [4]]`. With the addresses of the second and the first row of a buffer at `at[5]` and
+    `at[6]`, the buffer holds `[[4], [1]]`.
     """
     assert segments.tiles is not None
     tiles, dtype, scales = _TILES, rows.dtype, (None, None)
@@ -136,7 +136,7 @@ def rows_times_weights(
 
 
 def _packed(rows: Tensor, num_rows: int, columns: int) -> TensorDescriptor:
-    """Describe packed rows for tiles that end at an expert's last row, see `_place`."""
+    """Describe packed rows for tiles that end at an expert's last row: see `_place`."""
     width = rows.shape[1]
     most = 2**31 - 2**16
     shape = [most, most, 2**30, width]
@@ -146,7 +146,7 @@ def _packed(rows: Tensor, num_rows: int, columns: int) -> TensorDescriptor:
 
 
 def check_on_gpu(rows: Tensor, weight_LOI: Tensor, multiple: int = 8) -> None:
-    """Raise if these products do not compute such rows and weights."""
+    """Raise if packed experts on a GPU do not support such rows and weights."""
     fix = "use an experts module on the padded layout"
     require(
         rows.dtype == torch.bfloat16,
@@ -176,9 +176,9 @@ def multiprocessors(device: torch.device) -> int:
 def row_tiles(segments: Segments) -> Tensor:
     """List the tiles of rows that products compute: int32 [1 + most tiles, 4].
 
-    The first line has how many tiles follow. The others have the expert; the group of tiles that it
-    belongs to, at most 16 of one expert: its first tile and its number of tiles; and the first row
-    of the group, as offsets count. Lines behind the last tile are unspecified.
+    Line 0 has the number of tiles. The line of a tile has its expert, and the first tile, number of
+    tiles, and first row, as offsets count, of its group: at most 16 tiles of one expert, with equal
+    lines. Lines behind the last tile are unspecified.
 
     Example: `offsets = [10, 13, 13, 17]` of three experts and tiles of 2 rows give the lines
     `[4, 0, 0, 0]`, `[0, 0, 2, 10]` twice, and `[2, 2, 2, 13]` twice.
@@ -265,6 +265,7 @@ def _rows_times_weights_kernel(
     half: tl.constexpr = COLUMNS // 2
     first = 0 if STORED else tl.load(offsets)
     out_first = 0 if OUT_STORED else tl.load(offsets)
+    # Flattened with the inner loop, so that the next tile is read while one is stored.
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
         expert, row, column = _tile(tile, table, tiles_across, DOWN, ROWS, COLUMNS)
         end = tl.load(offsets + (expert + 1) * num_sources)
@@ -314,7 +315,11 @@ def _add_bias(sums, bias, prob, o, width_out, dtype: tl.constexpr):
 
 @triton.jit
 def _tile(tile, table, tiles_across, DOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the expert of a tile, its first row and its first column."""
+    """Return the expert of a tile, its first row and its first column.
+
+    Tiles are numbered group by group, and in a group down its rows first if DOWN, else across. The
+    line that is read is one of the group, whose lines are equal.
+    """
     line = table + 4 * (1 + tile // tiles_across)
     of_group = tile - tl.load(line + 1) * tiles_across
     if DOWN:
@@ -329,9 +334,9 @@ def _tile(tile, table, tiles_across, DOWN: tl.constexpr, ROWS: tl.constexpr, COL
 def _place(row, end, column):
     """Return where `row` is in a descriptor of packed rows that end at `end`.
 
-    Its elements (F, end, i, column), F = 2**30, are those of row `i + end - F`: F times its first
-    stride, 2**34 elements less a row, is F rows back, modulo 2**64 bytes. i ends at F, so that rows
-    from `end` on are out of bounds: read as zeros, and never written.
+    Its element (F, end, i, column), F = 2**30, is in row `i + end - F`: F times its first stride,
+    2**34 elements less a row, is F rows back, modulo 2**64 bytes. i ends at F, so that rows from
+    `end` on are out of bounds: read as zeros, and never written.
     """
     return 1 << 30, end, (1 << 30) + row - end, column
 
@@ -352,17 +357,17 @@ def weight_gradients(
 ) -> Tensor:
     """Compute every expert's `grad.T @ rows`, and add it to its sums if there are any.
 
-    Sums that are zeros need not be read. The device knows whether they are, so there are two
-    launches, one of which ends at once.
+    Sums that count as zeros need not be read. The host does not read whether they do, so there are
+    two launches, one of which ends at once.
 
     Args:
         grad: contiguous bf16 or fp16, as wide as O, a multiple of 8.
         rows: loose, contiguous, same dtype, as wide as I, a multiple of 8.
-        segments: where the rows of each expert lie; without tiles.
+        segments: where the rows of each expert lie; tiles are not read.
         sums_LOI: contiguous, in fp32 or the dtype of the rows; None makes a result in the latter.
-            Either is rounded once.
-        zeroed: int32 [2], required with sums: unless the first is 0, products are stored, whatever
-            the sums hold, and it becomes 0; the second is scratch.
+            Either is rounded once, after the addition.
+        zeroed: int32 [2], required with sums. Unless the first is 0, products are stored, whatever
+            the sums hold, and it becomes 0. The second is scratch.
         stored: whether `grad` is stored, or loose.
 
     Returns:
@@ -406,11 +411,11 @@ def weight_gradients(
 
 
 def gradient_tiles(rows_of_expert: float, itemsize: int, adds: bool) -> Tiles:
-    """Return the fastest launch parameters of gradients of weights, of so many bytes each.
+    """Return the fastest launch parameters, for `itemsize` bytes of each element of the result.
 
-    Two small programs on a multiprocessor multiply beside each other's stores. That gains where a
-    tile's products take about as long as its stores, for neither very few nor many rows, and not
-    where sums are read, too.
+    Of two small programs on a multiprocessor, one multiplies while the other stores. That gains if
+    a tile's products take about as long as its stores, so for neither very few nor many rows, and
+    not if sums are read, too.
     """
     if not adds and 48 * itemsize <= rows_of_expert <= 192 * itemsize:
         return Tiles(columns=128, stages=3, warps=4, programs=2)
@@ -450,7 +455,7 @@ def _weight_gradients_kernel(
     blocks = (until - before) * tl.maximum(tl.cdiv(ends - starts, INNER), 1)
     num_steps = tl.sum(tl.where(valid, blocks, 0), 0)
     if zeroed is not None:
-        # The launch that stores goes first. What one launch reads, only the other one writes.
+        # The launch that stores goes first. Each launch writes only what the other one reads.
         are_zeros = tl.load(zeroed + 1 if ADDS else zeroed)
         if program == 0:
             tl.store(zeroed if ADDS else zeroed + 1, 0 if ADDS else are_zeros)
@@ -458,8 +463,8 @@ def _weight_gradients_kernel(
 
     base = tl.load(offsets)
     first = 0 if STORED else base
-    # One loop over all of them, so that the next tile is read while one is stored. Triton does not
-    # make it of two loops whose inner one has another length for each expert.
+    # One loop over the blocks of all tiles, so that the next tile is read while one is stored.
+    # Triton cannot flatten two loops whose inner one has another length for each expert.
     half: tl.constexpr = COLUMNS // 2
     tile = program - num_programs
     block, num_blocks = -1, 0
@@ -480,7 +485,7 @@ def _weight_gradients_kernel(
         x = rows.load(_place(n - base, end - base, across))
         product = tl.dot(g.reshape(INNER, ROWS).T, x.reshape(INNER, COLUMNS), product)
         if block == num_blocks - 1:
-            # In parts, see above; and the registers cannot hold a whole tile of sums, too.
+            # In parts, to save shared memory; and registers cannot hold a tile of sums as well.
             parts = _halves(product, ROWS, COLUMNS)
             if PARTS == 4:
                 parts = _halves(parts[0], ROWS, half) + _halves(parts[1], ROWS, half)

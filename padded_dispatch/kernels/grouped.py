@@ -1,8 +1,8 @@
-"""Gradients of a bias per expert over packed rows: sum rows by expert, multiply rows by a vector.
+"""Gradients of a bias per expert, and of the probability that scales it, over packed rows.
 
-Launches follow the multiprocessors of a GPU, not the rows that there is room for: programs take
-blocks of rows in turn. Every element has one writer and is summed in an order that depends on
-shapes and offsets alone.
+No grid follows the rows that there is room for: `sum_rows` has programs for experts and columns,
+`launch` is for programs that take blocks of rows in turn. Every element has one writer and is
+summed in an order that depends on shapes and offsets alone.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 from padded_dispatch.kernels import Segments
 from padded_dispatch.kernels.gemm import multiprocessors
 
-# Of four warps each, on a multiprocessor: more than it runs at a time, so that none is left alone.
+# Of four warps, for each multiprocessor, which runs at most 16 at a time: so none idles early.
 _PROGRAMS = 32
 
 
@@ -23,7 +23,7 @@ _PROGRAMS = 32
 def launch(device: torch.device, width: int, num_experts: int) -> tuple[tuple[int], dict[str, int]]:
     """Return grid and constants of a kernel whose programs take blocks of rows in turn.
 
-    A block of a program of four warps has `ROWS` rows and `BLOCK` of `width` columns.
+    A program of four warps has `ROWS` rows and `BLOCK` columns at a time, 2048 elements at most.
     """
     block = min(1024, triton.next_power_of_2(width))
     constants = {
@@ -49,12 +49,12 @@ def sum_rows(rows: Tensor, weights_M: Tensor | None, segments: Segments, *, stor
 
     Args:
         rows: contiguous, as wide as O.
-        weights_M: stored.
+        weights_M: stored, contiguous.
         segments: where the rows of each expert lie.
         stored: whether `rows` are stored, or loose.
 
     Returns:
-        [L, O] in the dtype of `rows`; exact zeros for an expert without rows.
+        [L, O], added in fp32 and rounded to the dtype of `rows`; zeros for an expert without rows.
 
     Example: the loose rows `[[1], [2], [3]]`, `weights = [nan, 1, 1, .5]` and `offsets = [1, 2, 2,
     4]` of three experts give `[[1], [0], [3.5]]`.
