@@ -1,21 +1,20 @@
 """Store rows and their plan straight into the memory of other GPUs.
 
 Every rank has a buffer of each kind. `..._R`, int64 [R], holds the addresses of one kind on all
-ranks, as this rank can store to them. Kernels only store to peers and never read from them. They do
-not synchronize: `exchange.direct` has the barriers.
+ranks, as this rank can store to them; S = R. Kernels store to peers and never read from them. They
+do not synchronize: `exchange.direct` has the barriers. Products store rows at home themselves:
+`gemm.rows_times_weights`.
 
-Rows come home from inside of products (`gemm.rows_times_weights`).
-
-A link is shared by all programs that store over it at a time, so their destinations should differ:
-each token begins with another rank. Stores fill a link to 96 %: notebooks/results/LOG.md has what
-else was tried. Plans leave in pieces of 4 KiB, since a link is slow with the few bytes of a token.
+Programs that store to the same rank at a time share a link, so token t begins with rank t % R.
+Plans leave in pieces of 4 KiB, since a link is slow with the few bytes of a token.
+notebooks/results/LOG.md has times, and other ways to store that were tried.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Programs that store rows, for each block of columns: 4 of 4 warps per multiprocessor of an H200.
+# Programs that store rows, at most, for each block of columns: 4 on a multiprocessor of an H200.
 PROGRAMS = 528
 _CHUNK = 1024  # choices of a plan that a program sends at a time
 
@@ -36,13 +35,13 @@ def push(
     Args:
         values_TD: contiguous.
         expert_TK: contiguous int32, the experts of each token, -1 for none.
-        rows_R: addresses of [S - 1, P, D] on every rank, in the values' dtype, for the tokens of
-            all others in order. Token t is written to slot t of this rank on other ranks that have
-            one of its experts.
+        rows_R: addresses of [S - 1, P, D] on every rank, multiples of 16, in the values' dtype,
+            for the tokens of all others in order. Token t is written to slot t of this rank on
+            other ranks that have one of its experts.
         plan_R: addresses of the plans on every rank, int32 [3, S, P, K] and [S, L] behind it. This
             rank's part is written on all ranks, itself included: local experts, places, the bits of
-            the probabilities, and the counts of the rank's experts. In slots without a token no
-            expert is one of the rank.
+            the probabilities, and the counts of the receiver's experts. Experts of other ranks, and
+            no expert, are numbers below 0 or from L on.
         rank: this rank.
         num_slots: P, at least T.
         num_local_experts: L.
@@ -56,7 +55,7 @@ def push(
     width, num_ranks = values_TD.shape[1], rows_R.shape[0]
     place_TK, prob_TK, kept_E = (None, None, None) if beside is None else beside
     senders = 0 if beside is None else min(PROGRAMS, triton.cdiv(num_slots * top_k, _CHUNK))
-    # Columns of a row that a program stores at a time: 2880 are 2 x 2048.
+    # Columns of a row that a program stores: 2880 are two blocks of 2048.
     block = min(2048, max(16, triton.next_power_of_2(width)))
     parts = triton.cdiv(width, block)
     _push_kernel[(senders + min(num_tokens, PROGRAMS) * parts,)](
@@ -107,6 +106,7 @@ def _push_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    """Send the plan by the first `senders` programs, rows by the others, which read them once."""
     if tl.program_id(0) < senders:
         if place_of is not None:
             _send_plan(
@@ -160,7 +160,7 @@ def _send_plan(
     L_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write this rank's part of the plan of every rank: `length` numbers of each kind, counts."""
+    """Write this rank's part of every rank's plan: `length` numbers of each kind, then counts."""
     program = tl.program_id(0)
     kind = num_ranks.to(tl.int64) * length
     for first in range(program * CHUNK, length, senders * CHUNK):
@@ -191,7 +191,7 @@ def send_beside(beside_N: Tensor, row_SPK: Tensor, besides_S: Tensor, offsets: T
         row_SPK: contiguous int32: a row; -1 where it is no choice of this rank, and nothing is
             sent; -2 where it found no room.
         besides_S: addresses of fp32 [P, K] at every source.
-        offsets: of the pass.
+        offsets: of the pass; its first row is element 0 of `beside_N`.
 
     Example: `beside = [.1, .2]`, `row = [[[6, -1]], [[-2, 5]]]` and offsets that begin at 5 send .2
     to the first source, 0 and .1 to the second.

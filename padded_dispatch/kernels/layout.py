@@ -6,9 +6,8 @@
     low  = M for the first pass; min(low, base) where base is below top
     top  = base + n
 
-So a pass that finds no room overwrites the last rows of those before it. Backward computes rows
-from `low` on again. All of it stays on the device. `padded_dispatch.experts.plain` has the rule in
-plain torch.
+So a pass that finds no room overwrites the last rows of those before it, and backward recomputes
+rows from `low` on. The host reads none of it. `experts.plain` has the rule in plain torch.
 """
 
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ class Offsets:
     Attributes:
         offsets: [L * S + 1], where the rows of each (expert, source) begin; the last is their end.
         level: [1], the place from which on rows have no room.
-        before: [2], the first two numbers of `top` as they were.
+        before: [2], the first two numbers of `top` before the pass; zeros before the first one.
     """
 
     offsets: Tensor
@@ -50,14 +49,14 @@ def lay_out(
 
     Args:
         count_SL: contiguous int32, rows of every (source, local expert).
-        top: int32 [3], rows in use, rows that would be if all had room, and `low`; changed in
-            place. None: rows begin at 0, and nothing stays.
-        first: rows begin at 0, whatever `top` says.
+        top: int32 [3], changed in place: `top` of the rule, what it would be if all rows had had
+            room, and `low`. None: rows begin at 0, and nothing is kept for later passes.
+        first: whether this is the first pass, which does not read `top`.
         limit: M.
-        kept_L: int64, to which the rows of each local expert are added; None counts nothing.
-        idle: int64 [1], to which 1 is added if no row came; likewise.
-        num_again: int64 [1], to which the rows that are overwritten are added; likewise.
-        max_need: int64 [1], raised to the rows that would have held this pass and those before it.
+        kept_L: int64; the rows of each local expert that have room are added. None counts nothing.
+        idle: int64, one number; 1 is added if no row came. Likewise.
+        num_again: int64, one number; the rows that this pass overwrites are added. Likewise.
+        max_need: int64, one number, raised to the second number of `top` afterwards. Likewise.
 
     Example: `count = [[3, 1], [2, 0]]`, `top = [4, 4, 7]` and M = 7: 6 rows, offsets `[1, 4, 6, 7,
     7]` in the order of expert, then source; `top = [7, 10, 1]`. With M = 5 w is 2, 5 rows have
@@ -151,7 +150,7 @@ def release(top: Tensor, offsets: Offsets) -> None:
     """Give the rows of a pass back, behind their last use.
 
     The device fails if the rows were given back before: backward passes of a stack must come in
-    reverse order, each once.
+    reverse order, each once. `low` stays, since rows from there on were overwritten.
 
     Example: behind that of `lay_out`, `top` is `[4, 4, 1]`.
     """

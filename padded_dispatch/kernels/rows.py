@@ -1,13 +1,12 @@
 """Rows between tokens and experts: spread a token over its rows, and sum the rows of a token.
 
-A token has K choices; `row_SPK` says where each lies: a row, -1 for none on this rank, -2 for one
-that found no room. Every element of a result has one writer and every sum one order, so there are
-no atomics. Which rows a kernel touches is decided on the device; grids follow shapes alone.
+A token has K choices; `row_SPK` has the row of each: -1 if it is none of this rank, -2 if it found
+no room. Every element of a result has one writer and every sum one order, so there are no atomics.
+Which rows a kernel touches is decided on the device; grids follow shapes alone.
 
 `spread_rows` reads each token once and writes all its rows; rows without room leave zeros at home.
-`sum_rows` is the transpose. Numbers beside rows travel by `take`.
-
-`..._M`: stored, row n of the store; `..._N`: loose, whose row 0 is the first row of the pass.
+`sum_rows` is the transpose. `take` reads numbers beside rows. `..._M` is stored, `..._N` loose: see
+`Segments`.
 """
 
 import functools
@@ -41,21 +40,20 @@ def spread_rows(
 ) -> Tensor:
     """Write a row of every token into all its rows: loose [N, D].
 
-    Values are those of `exchange.Values`, and `row_SPK`, int32, has the row of each choice; one
-    before the first offset is left out. `homes_S`, int64, has the addresses of [P * K, D] at each
-    source; None if no rows go home.
+    All tensors are contiguous. Tokens are those of `exchange.Values`. `row_SPK`, int32, has the row
+    of each choice; a row before the first offset is left out. `homes_S`, int64, has the address of
+    [P * K, D] at each source, whose rows begin at multiples of 16; None if no rows go home.
 
-    With `scaled`, loose, each token is quantized as well, into all its rows there; `plain` says
-    whether it is written as it is, too, else N is 0.
+    With `scaled`, loose, each token is also quantized into all its rows there. Without `plain` it
+    is written nowhere else, and the result has no rows.
 
-    With `prob_M` and `prob_SPK` the probability of each row is stored, and where it goes home:
-    `experts.store.Buffers`, with `home_M` None as `homes_S`. With choices, those of
-    `exchange.Arrived`, rows are found first, and `row_SPK` is written; places from `level`, int32
-    [1], on have no room. `kept_SPD`, which may be left out, takes those of `rows_SPD` that have
-    rows. All are contiguous.
+    With `prob_M` and `prob_SPK` the probability of each row is stored, and with `homes_S` its
+    address at home in `home_M`: see `experts.store.Buffers`. With `expert_SPK` and `place_SPK` of
+    `exchange.Arrived` rows are found first, and `row_SPK` is written; places from `level`, int32
+    [1], on have no room. `kept_SPD`, if given, takes those of `rows_SPD` that have rows.
 
     Examples: rows a and b, `row = [[[6, 5]], [[-1, 7]]]` and offsets that begin at 5 give `[a, a,
-    b]`. S = 1, L = 2, offsets `[5, 6, 8]`, level 1, tokens a, b, c with experts `[[0, 1], [1, 7],
+    b]`. S = 1, L = 2, offsets `[5, 6, 7]`, level 1, tokens a, b, c with experts `[[0, 1], [1, 7],
     [1, -1]]` and places `[[0, 0], [1, 0], [2, 0]]`: rows `[[5, 6], [-2, -1], [-2, -1]]`, which are
     `[a, a]`, and zeros go home for b and c.
     """
@@ -172,6 +170,7 @@ def _spread_kernel(
         if quantized_out is not None:
             tl.store(quantized_out + place * width + column, quantized, mask=there)
             tl.store(scale_out + place, scale, mask=to >= 0)
+        # Not in a recompute, before backward's push: a peer may still sum the rows at its home.
         if homes is not None and (expert_of is not None or prob_out is None):
             lost = (home + n * row_bytes).to(tl.pointer_type(rows.dtype.element_ty))
             lost = tl.multiple_of(lost, 16) + column
@@ -191,11 +190,11 @@ def sum_rows(
 
     Args:
         rows_ND: contiguous [N, D].
-        index_TK: int32, contiguous [..., K]; negative adds nothing.
+        index_TK: int32, contiguous [..., K], the row of each choice; a negative one adds nothing.
         offsets: of the pass, if the rows are loose and `index_TK` counts from the beginning of the
             store; None reads row `index_TK`.
-        choices: row t * K + k is read wherever `index_TK` is not negative.
-        wide: return the sums as they were added, unrounded.
+        choices: read row t * K + k instead, wherever `index_TK` is not negative.
+        wide: do not round.
 
     Returns:
         [..., D] in the dtype of the rows, or of the sums.
@@ -286,7 +285,7 @@ def zero_padding(rows_MD: Tensor, prob_M: Tensor | None, count_SL: Tensor) -> No
 
     Args:
         rows_MD: contiguous [L * S * C, D]; changed in place.
-        prob_M: contiguous [L * S * C]; changed likewise; None if nothing lies beside the rows.
+        prob_M: contiguous [L * S * C], changed likewise; None if nothing lies beside the rows.
         count_SL: contiguous int32; real rows are the first of each cell.
 
     Example: S = 1, L = 2, C = 2 and `count = [[1, 0]]` leave row 0 and zero rows 1, 2 and 3.
@@ -324,9 +323,9 @@ def _zero_padding_kernel(
 
 @functools.cache
 def _columns(width: int) -> tuple[int, int]:
-    """Return the columns of a program and its warps: the fewest idle lanes, at most 2048 columns.
+    """Return columns and warps of a program: all up to 2048, else 1024 or 2048 with fewer idle.
 
-    Example: 2880 columns are 3 x 1024; in 2 x 2048 every third lane would have nothing to do.
+    Example: 2880 columns are 3 x 1024, with 6 % of the lanes idle; in 2 x 2048 it would be 30 %.
     """
     if width <= 2048:
         block = max(16, triton.next_power_of_2(width))
