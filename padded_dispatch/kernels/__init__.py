@@ -1,9 +1,9 @@
-"""Triton kernels and their launchers: tensors and ints in, tensors out.
+"""Triton kernels and their launchers, and the structures that they share.
 
-They need Triton, which comes with torch's CUDA builds. Their callers import them at the first CUDA
+This module runs without Triton. The others need it, so their callers import them at the first CUDA
 tensor. With TRITON_INTERPRET=1 they run on a CPU, which is how their logic is tested. `select` and
-`plan` serve `routing`, `direct` serves `exchange.direct`, `counters` serves `counters`, and the
-others `experts`. Letters: see `padded_dispatch.config`.
+`plan` serve `routing`, `direct` serves `exchange.direct`, `counters` serves `counters`, `rows`
+serves `exchange` and `experts`, and the others `experts`. Letters: see `padded_dispatch.config`.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# What `counters` counts, one number each, in the order in which they lie behind the numbers per
-# expert: see `counters.Counters`. Listed here because the kernel shares the order, and `counters`
-# must not need Triton.
+# The single numbers in `counters.Counters.totals`, in their order behind the numbers per expert.
+# Listed here because the kernel shares the order, and `counters` must not need Triton.
 SCALARS = (
     "lost_tokens",
     "num_positions",
@@ -32,17 +31,16 @@ class Segments:
 
     Offsets are on the device, and so is the first of them, the base: the rows of a pass may begin
     anywhere in a store. An operand is either stored (its row n is row n of the store) or loose (its
-    row 0 is row `base`). Rows outside of the offsets are never read nor written.
+    row 0 is row `base`). Rows outside of the offsets are neither read nor written.
 
     Attributes:
         offsets: contiguous int32 [L * S + 1], ascending: where each (expert, source) begins; the
             last is where all end.
         num_experts: L.
         num_sources: S, the sources of each expert's rows.
-        num_rows: the most rows of a pass (N); launches and loose tensors have this size.
-        num_expected: rows of a pass in perfect balance, which decide launch parameters.
-        tiles: int32 [1 + most tiles, 4], the tiles of rows that products compute: see `gemm`; None
-            where no product is computed.
+        num_rows: the most rows of a pass; loose tensors have this many (N).
+        num_expected: rows of a pass in perfect balance, which choose tiles of weight gradients.
+        tiles: the table of `gemm.row_tiles`, which only `gemm.rows_times_weights` reads.
     """
 
     offsets: Tensor
@@ -63,7 +61,7 @@ class Scaled:
     Attributes:
         values: float8_e4m3fn, contiguous, [..., I].
         scales: fp32, contiguous, [...].
-        dtype: of the rows that it stands for, and of products with them.
+        dtype: of the rows that they stand for, and of products with them.
     """
 
     values: Tensor
@@ -72,7 +70,7 @@ class Scaled:
 
     @classmethod
     def empty(cls, *shape: int, like: Tensor) -> "Scaled":
-        """Return unspecified memory for rows of a shape, in the dtype of `like`, beside it."""
+        """Return unspecified memory on the device of `like` for rows of its dtype."""
         return cls(
             values=like.new_empty(shape, dtype=torch.float8_e4m3fn),
             scales=like.new_empty(shape[:-1], dtype=torch.float32),

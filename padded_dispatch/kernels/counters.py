@@ -1,7 +1,7 @@
-"""Counters in one launch: add what a selection asked for, kept and dropped to running totals.
+"""Counters in one launch: add the rows asked for and kept, and the tokens lost, to running totals.
 
-Each program reads the maps of some tokens and adds its sums. They are whole numbers, so the order
-of the programs does not matter. The first program also adds what is known beforehand.
+Each program reads the maps of some tokens and adds its sums atomically. These are whole numbers, so
+the order of the programs does not matter. The first program alone writes the other numbers.
 """
 
 import triton
@@ -28,20 +28,20 @@ def count(
     top_k: int,
     num_slots: int,
 ) -> None:
-    """Add one pass to `totals` and `max_need`, in place.
+    """Count one pass in `totals` and `max_need`, in place.
 
     Args:
         totals: int64, contiguous: demand [E], kept [E], then `SCALARS`.
         max_need: int64 scalar, raised to the largest of `demand_E`.
         asked_TE: bool [T, E].
-        kept_TE: bool [T, E]; None if only the receivers know: nothing kept or lost is counted.
+        kept_TE: bool [T, E], a part of `asked_TE`; None counts no row as kept and no token as lost.
         demand_E: int32 [E], the column sums of `asked_TE`; None leaves `max_need` as it is.
-        top_k: K; of the map that goes on, a token's rows beyond are counted.
-        num_slots: slots offered.
+        top_k: K; rows of a token beyond K are unplaced, of `kept_TE`, or of `asked_TE` without it.
+        num_slots: slots of all cells; 0 with a store.
 
     Example: E = 2, K = 1, 2 slots, `asked = [[1, 1], [1, 0]]`, `kept = [[0, 1], [1, 0]]`, `demand =
-    [2, 1]` add demand [2, 1] and kept [1, 1]; then no token lost; 2 positions, 1 pass, 2 slots, no
-    row beyond K; without `kept` there would be one.
+    [2, 1]` add demand [2, 1], kept [1, 1], no lost token, 2 positions, 1 pass, 2 slots and no
+    unplaced row. Without `kept` they add kept [0, 0] and one unplaced row.
     """
     num_tokens, num_experts = asked_TE.shape
     block_e = triton.next_power_of_2(num_experts)

@@ -2,11 +2,11 @@
 
 Tokens are divided into at most `_MAX_BLOCKS` blocks, a program for each, which goes through its
 tokens in tiles of whole rows of the map. The first launch counts along each token's experts, which
-gives k; it writes the experts, and the rows of each expert in its block. The second adds up those
-of the blocks before it, and counts along each expert's tokens, which gives the places. Every
-element has one writer, so there are no atomics.
+gives k. It writes the experts, -1 for what is no choice, and the rows of each expert in its block.
+The second adds up the rows of the blocks before its own, and counts along each expert's tokens,
+which gives the places. Every element has one writer, so there are no atomics.
 
-Arguments, results and examples: see `padded_dispatch.routing.plan`.
+Arguments, results and examples: see `padded_dispatch.routing`.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _MAX_BLOCKS = 128  # Blocks of tokens, whose counts one program adds up.
 
 
 def plan(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors of a plan: `routing.plan.plan_in_torch` specifies them."""
+    """Return the tensors of a plan, as `routing.plan_in_torch` specifies them."""
     num_tokens, num_experts = map_TE.shape
     map_TE = map_TE.contiguous()
     block_e = triton.next_power_of_2(num_experts)
@@ -58,7 +58,7 @@ def _expert_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write the experts of a block's tokens, -1 behind the last, and count the rows of each."""
+    """Write a block's experts, -1 behind a token's last (places, too); count each one's rows."""
     block = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     k_of_choice = tl.arange(0, BLOCK_K)[None, :]
@@ -110,7 +110,7 @@ def _place_kernel(
 
 @triton.jit
 def _rows_of_tile(map_, t, e, num_tokens, num_experts):
-    """Return 1 for each row of a tile of the map, and how many its token has before it."""
+    """Return 1 for each row in a tile of the map, else 0, and how many its token has before."""
     inside = (t < num_tokens)[:, None] & (e < num_experts)[None, :]
     at = t[:, None].to(tl.int64) * num_experts + e[None, :]
     row = (tl.load(map_ + at, mask=inside, other=0) != 0).to(tl.int32)
@@ -132,7 +132,7 @@ def _sum_of_blocks(counts, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK
 class ChoiceProbs(torch.autograd.Function):
     """The probability of every choice, at least fp32; 0 where there is none.
 
-    Its backward does not read gradients where there is no expert.
+    Neither direction reads a probability or gradient that belongs to no choice.
 
     Example: `probs = [[.2, .7, .1]]` and `expert = [[0, 2, -1]]` give `[[.2, .1, 0]]`; the gradient
     `[[3, 4, 5]]` gives that of the probabilities, `[[3, 0, 4]]`.

@@ -1,7 +1,8 @@
-"""Selection without sorting: the rows of every cell that overflows, for any number of tokens.
+"""Selection without sorting, for any number of tokens: strike rows from cells that overflow.
 
-A row's place in its cell's order is one unsigned number, its score: the bits of its probability, in
-the order of floats, or 1 under policy "position"; 0 is no row. Equals are ordered by token.
+Scores order the rows of a cell, the largest first. A score is an unsigned number: the bits of the
+probability, mapped to keep the order of floats, or 1 under policy "position"; 0 is no row. Equals
+are ordered by token.
 
 1. `_select_score_kernel` reads the map once. It copies it to the kept one, and writes the scores of
    each expert side by side.
@@ -10,11 +11,9 @@ the order of floats, or 1 under policy "position"; 0 is no row. Equals are order
    rows reach the score with it. It strikes the rows behind that one from the kept map; of its
    equals, the first ones stay.
 
-The second reads the scores of an expert about as often as they have bits. Up to 32,768 tokens they
-lie in the cache of the program's multiprocessor. Each element has one writer, so there are no
-atomics. Grids depend on shapes alone.
-
-Memory while it runs: the size of a score for each element of the map.
+The second reads the scores of an expert about as often as they have bits. Up to 32,768 in fp32 lie
+in the cache of the program's multiprocessor. In each launch an element has one writer, so there are
+no atomics. Grids depend on shapes alone. Scores take the size of `probs_TE`, or of the map.
 """
 
 import torch
@@ -31,9 +30,9 @@ _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 def kept_map(
     asked_TE: Tensor, probs_TE: Tensor, capacity: int, policy: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the map of kept rows and the demand.
+    """Return the map of kept rows and the demand: see `padded_dispatch.routing.kept_map_in_torch`.
 
-    Arguments, results and example: see `padded_dispatch.routing.select.kept_map_in_torch`.
+    NaN is allowed: also then at most `capacity` rows of an expert stay.
     """
     num_tokens, num_experts = asked_TE.shape
     by_probs = policy == "probs"
@@ -42,7 +41,7 @@ def kept_map(
     demand_E = asked_TE.new_empty(num_experts, dtype=torch.int32)
     score_ET = asked_TE.new_empty(num_experts, num_tokens, dtype=_UNSIGNED[num_bytes])
     sizes = num_tokens, num_experts
-    # 32 experts, where there are so many: that many bytes are read at once.
+    # 32 experts, if there are so many: 32 bytes of the map are one access to memory.
     block_e = min(triton.next_power_of_2(num_experts), 32)
     block_t = max(1, _TILE // block_e)
     _select_score_kernel[triton.cdiv(num_tokens, block_t), triton.cdiv(num_experts, block_e)](
@@ -118,7 +117,7 @@ def _select_strike_kernel(
         score = lowest | (one << bit).to(one.dtype)
         reach = _reach(scores, score, num_tokens, BLOCK)
         lowest = tl.where(reach >= capacity, score, lowest)
-        # After the last bit: the rows above the lowest score with a slot.
+        # Rows above the lowest score with a slot; or fewer if the loop ends early: equals fit then.
         above = tl.where(reach >= capacity, above, reach)
     room = capacity - above
     for begin in range(0, num_tokens, BLOCK):
@@ -144,9 +143,8 @@ def _reach(scores, lowest, num_tokens, BLOCK: tl.constexpr):
 
 @triton.jit
 def _ordered_bits(value):
-    """Return numbers that are ordered like the floats if read as unsigned, with -0 equal to 0."""
-    # The bits of a negative float fall as it rises: flip them all. In a positive float, flip the
-    # sign alone.
+    """Return bits that, read as unsigned numbers, are ordered as the floats are; -0 equals 0."""
+    # The bits of a negative float fall as it rises, so flip them all; of others flip the sign.
     BITS: tl.constexpr = value.dtype.primitive_bitwidth
     SIGN: tl.constexpr = -(2 ** (BITS - 1))
     if BITS == 64:
