@@ -101,3 +101,14 @@ def test_activations_are_as_exact_as_torch(counts, width, base, num_sources, sha
         expected = quantize(rows.cpu())
         equal((scaled.scales[:num_rows], expected.scales))
         equal((scaled.values[:num_rows].view(torch.uint8), expected.values.view(torch.uint8)))
+
+
+def test_activate_example():
+    nan, swiglu = torch.nan, vars(Activation())
+    fc1_MG, prob_M = here([[nan, nan], [0, 5], [8, 3]]), here([nan, 1, 0.5])
+    hidden_NF = activation.activate(fc1_MG, None, prob_M, segments_of([1, 1], base=1), **swiglu)
+    assert hidden_NF[:2].flatten().tolist() == pytest.approx([0, 11.996], abs=1e-4)
+    fc1_MG, grad_prob_N, one = fc1_MG[:2].clone(), here([nan]), segments_of([1], base=1)
+    inputs = fc1_MG, None, here([nan, 0.5]), one, here([[1.0]]), grad_prob_N
+    assert activation.activate(*inputs, **swiglu)[0].item() == grad_prob_N.item() == 0
+    assert fc1_MG[1].tolist() == [1.25, 0]

@@ -9,7 +9,7 @@ from padded_dispatch.counters import Counters, count_in_torch
 from padded_dispatch.kernels import SCALARS
 from padded_dispatch.kernels.counters import count
 from padded_dispatch.routing import kept_map_in_torch
-from tests.support.device import DEVICE, here
+from tests.support.device import DEVICE, here, ints
 
 BOTH = pytest.mark.parametrize("run", [count, count_in_torch])
 NEVER_COUNTED = [0] * (len(SCALARS) - 5)
@@ -59,3 +59,12 @@ def test_what_only_receivers_know_is_not_counted(run):
     expected = made.totals.cpu() + torch.tensor([2, 1, 0, 0, 0, 2, 1, 0, 1, *NEVER_COUNTED])
     run(made.totals, made.max_need, asked_TE, None, None, 1, 0)
     assert made.totals.tolist() == expected.tolist() and made.max_need.item() == 4
+
+
+@BOTH
+def test_count_example(run):
+    asked_TE, kept_TE = here([[True, True], [True, False]]), here([[False, True], [True, False]])
+    made, added = counters(2), [2, 1, 1, 1, 0, 2, 1, 2, 0, *NEVER_COUNTED]
+    expected = made.totals.cpu() + torch.tensor(added)
+    run(made.totals, made.max_need, asked_TE, kept_TE, ints(2, 1), 1, 2)
+    assert made.totals.tolist() == expected.tolist()

@@ -116,3 +116,13 @@ def test_numbers_beside_rows_go_home_and_zeros_for_rows_without_room():
         expected = torch.where(row >= 0, beside_N[row.clamp(min=0).long()], 0)
         assert torch.equal(home.cpu().isnan(), row == -1)
         assert torch.equal(home.cpu().nan_to_num(0), expected)
+
+
+def test_push_example():
+    rows, plans = [empty(1, 2, 1) for _ in range(2)], [ints(*[7] * 28) for _ in range(2)]
+    beside = ints([0, 0]), here(torch.ones(1, 2)), ints(1, 0, 0, 1)
+    inputs = here(torch.ones(1, 1)), ints([0, 3]), addresses(*rows), addresses(*plans)
+    direct.push(*inputs, rank=1, num_slots=2, num_local_experts=2, beside=beside)
+    assert rows[0].isnan().tolist() == [[[False], [True]]] and rows[1].isnan().all()
+    experts = [plan[:8].view(2, 2, 2)[1].tolist() for plan in plans]
+    assert experts == [[[0, 3], [-1, -1]], [[-2, 1], [-3, -3]]]

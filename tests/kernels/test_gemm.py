@@ -317,3 +317,34 @@ def test_products_have_the_bits_of_torchs(mean, width_in, width_out, stored):
     zeroed = torch.zeros(2, dtype=torch.int32, device="cuda")
     gemm.weight_gradients(*given, sums_LOI, zeroed, stored=stored)
     equal((sums_LOI.to(torch.bfloat16), expected))
+
+
+def padded(*rows: list[float]) -> Tensor:
+    """Return rows that zeros make 72 wide, as wide as a tile or wider."""
+    return torch.tensor([row + [0.0] * (72 - len(row)) for row in rows]).to(DTYPE)
+
+
+@SMALL_TILES
+def test_examples():
+    segments, weight_LOI = tiled([1, 1], base=5), torch.zeros(2, 72, 72, dtype=DTYPE)
+    weight_LOI[0, 0, 0] = weight_LOI[1, 0, 1] = 1
+    given = operand(padded([1, 2], [3, 4]), segments, False), here(weight_LOI), segments
+    assert gemm.rows_times_weights(*given, stored=False)[:2, 0].tolist() == [1, 4]
+    buffer_NO = here(padded([7], [7]))
+    at_M = here(torch.tensor([0] * 5 + addresses(buffer_NO, [1, 0])))
+    gemm.rows_times_weights(*given, at_M=at_M, stored=False)
+    assert buffer_NO[:, 0].tolist() == [4, 1]
+    segments = segments_of([2, 0, 1], base=7)
+    grad, rows = padded([1], [2], [3]), padded([1], [10], [100])
+    given = operand(grad, segments, False), operand(rows, segments, False), segments
+    assert gemm.weight_gradients(*given, stored=False)[:, 0, 0].tolist() == [21, 0, 300]
+    for zeroed, expected in ([0, 0], [22, 1, 301]), ([1, 0], [21, 0, 300]):
+        sums_LOI = torch.ones(3, 72, 72, device=DEVICE)
+        gemm.weight_gradients(*given, sums_LOI, here(zeroed).int(), stored=False)
+        assert sums_LOI[:, 0, 0].tolist() == expected
+
+
+def test_row_tiles_example(monkeypatch):
+    monkeypatch.setattr(gemm, "_TILES", gemm.Tiles(rows=2))
+    found = gemm.row_tiles(segments_of([3, 0, 4], base=10))[:5].tolist()
+    assert found == [[4, 0, 0, 0], *[[0, 0, 2, 10]] * 2, *[[2, 2, 2, 13]] * 2]

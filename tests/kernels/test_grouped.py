@@ -38,3 +38,13 @@ def test_biases(counts, base, num_sources, width):
     dots_N = grouped.dot_rows(loose_NO, here(bias_LO), segments)
     assert len(dots_N) == segments.num_rows
     equal((real(dots_N, segments, False), (rows_nO * bias_nO).sum(1)))
+
+
+def test_examples():
+    nan, three = torch.nan, segments_of([1, 0, 2], base=1)
+    weights_M = here([nan, 1, 1, 0.5])
+    sums_LO = grouped.sum_rows(here([[1.0], [2], [3]]), weights_M, three, stored=False)
+    assert sums_LO.tolist() == [[1], [0], [3.5]]
+    vectors_LO = here([[1.0, 0], [0, 2]])
+    dots_N = grouped.dot_rows(here([[1.0, 2], [3, 4]]), vectors_LO, segments_of([1, 1], base=5))
+    assert dots_N[:2].tolist() == [1, 8]

@@ -75,3 +75,10 @@ def test_probs_and_their_gradient(monkeypatch, num_tokens, num_experts, top_k, d
     assert probs_TE.grad is not None
     prob_TK.backward(here(grad_TK))
     equal((prob_TK.detach(), expected_TK.detach()), (here_TE.grad, probs_TE.grad))
+
+
+def test_choice_probs_example():
+    probs_TE = here([[0.25, 0.5, 0.125]]).requires_grad_()
+    prob_TK = plan.ChoiceProbs.apply(probs_TE, here(torch.tensor([[0, 2, -1]]).int()))
+    prob_TK.backward(here([[3.0, 4, 5]]))
+    equal((prob_TK.detach(), here([[0.25, 0.125, 0]])), (probs_TE.grad, here([[3.0, 0, 4]])))

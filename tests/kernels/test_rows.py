@@ -144,3 +144,24 @@ def test_zero_padding(width: int):
     same((cells == 0).all(1), ~real.flatten())
     same(probs == 0, ~real.flatten())
     assert bool(cells[real.flatten()].isnan().all())
+
+
+def test_spread_and_take_examples():
+    tokens, offsets = here([[[1.0] * 4], [[2.0] * 4]]), segments([5, 6, 8], 2, 3)
+    assert rows.spread_rows(tokens, ints([[6, 5]], [[-1, 7]]), offsets)[:, 0].tolist() == [1, 1, 2]
+    row_SPK, home = ints([[0, 0]] * 3), nan(6, 4)
+    expert_SPK, place_SPK = ints([[0, 1], [1, 7], [1, -1]]), ints([[0, 0], [1, 0], [2, 0]])
+    found = {"expert_SPK": expert_SPK, "place_SPK": place_SPK, "level": ints(1)}
+    abc, two = here([[[1.0] * 4, [2.0] * 4, [3.0] * 4]]), segments([5, 6, 7], 2, 2)
+    spread = rows.spread_rows(abc, row_SPK, two, homes_S=addresses(home), **found)
+    assert row_SPK.tolist() == [[[5, 6], [-2, -1], [-2, -1]]] and (spread == 1).all()
+    same(home, here([[NAN, NAN, 0, NAN, 0, NAN]]).T.expand(6, 4))
+    taken = rows.take(here([0.25, 0.5]), ints([[6, 5]], [[-1, -2]]), ints(5, 7))
+    assert taken.tolist() == [[[0.5, 0.25]], [[0, 0]]]
+
+
+def test_zero_padding_and_columns_examples():
+    cells = nan(4, 1)
+    rows.zero_padding(cells, None, ints([1, 0]))
+    assert cells.flatten().nan_to_num(7).tolist() == [7, 0, 0, 0]
+    assert rows._columns(2880) == (1024, 4)

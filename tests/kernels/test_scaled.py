@@ -49,3 +49,12 @@ def test_stale_weights_are_quantized_in_both_orientations(shape, dtype):
         quantize_weight(here(given), ints(stale), form, back)
         same(form, weight_LOI)
         same(back, weight_LOI.transpose(1, 2))
+
+
+def test_quantize_weight_example():
+    weight_LOI = here([[[448.0, 0], [1, 3]]])
+    form, back = forms_of(weight_LOI)
+    quantize_weight(weight_LOI, ints(1), form, back)
+    found = [part.float().tolist() for part in (form.values, back.values)]
+    assert found == [[[[448, 0], [128, 384]]], [[[448, 1], [0, 384]]]]
+    assert form.scales.tolist() == back.scales.tolist() == [[1, 2**-7]]
