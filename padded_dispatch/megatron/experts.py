@@ -45,7 +45,7 @@ from padded_dispatch.megatron.compat import (
 )
 from padded_dispatch.megatron.config import padded_options, refusals
 from padded_dispatch.megatron.fields import Refused
-from padded_dispatch.megatron.stacked_linear import ShardedLayout, StackedLinear
+from padded_dispatch.megatron.stacked_linear import Offsets, StackedLinear
 from padded_dispatch.utils.phases import is_capturing
 
 _REMEDY = 'PaddedOptions(experts="module")'
@@ -218,22 +218,19 @@ class StackedExperts(MegatronModule):
         if refused := _refused(config):
             raise ValueError(refused)
         self.activation = _activation(config)
-        self._ep_group, self._dp_group = pg_collection.ep, pg_collection.expt_dp
-        self._etp_group = pg_collection.expt_tp
-        splits = self._etp_group.size() > 1
-
-        def stacked(name: str, split_axis: int) -> StackedLinear:
-            return StackedLinear(
-                *_parameters(experts, name), split_axis=split_axis if splits else None
-            )
-
-        self.linear_fc1, self.linear_fc2 = stacked("linear_fc1", 0), stacked("linear_fc2", 1)
+        self._groups = pg_collection
+        split = pg_collection.expt_tp.rank(), pg_collection.expt_tp.size()
+        self.linear_fc1 = StackedLinear(
+            *_parameters(experts, "linear_fc1"),
+            split=split,
+            num_parts=2 if self.activation.gated else 1,
+        )
+        second = _parameters(experts, "linear_fc2")
+        self.linear_fc2 = StackedLinear(*second, partition_dim=1, split=split)
         self.call: Call | None = None
         self.in_fp8 = in_fp8(config)
         self._scaled: ScaledWeights | None = None
         self.register_load_state_dict_post_hook(_loaded)
-        # Each rank would add fc2's bias to its part of the sum. Megatron refuses such configs, too.
-        assert not splits or self.linear_fc2.bias is None
 
     def mark_stale(self) -> None:
         """Make the next pass quantize the weights again, because they may have changed."""
@@ -299,7 +296,7 @@ class StackedExperts(MegatronModule):
     def sharded_state_dict(
         self,
         prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        sharded_offsets: Offsets = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the shards of a distributed checkpoint, as TEGroupedMLP has them.
@@ -309,22 +306,17 @@ class StackedExperts(MegatronModule):
             sharded_offsets: (axis, place, pieces) of the axes in front, such as the layers'.
             metadata: Megatron's; `singleton_local_shards` gives every expert its own keys.
         """
-        linears = {"linear_fc1": self.linear_fc1, "linear_fc2": self.linear_fc2}
-        num_local_experts = self.linear_fc1.num_experts
-        layout = ShardedLayout(
-            prefix=f"{prefix}experts.",
-            offsets=tuple(sharded_offsets),
-            first=self._ep_group.rank() * num_local_experts,
-            num_experts=self._ep_group.size() * num_local_experts,
-            split=(self._etp_group.rank(), self._etp_group.size()),
-            replica=self._dp_group.rank(),
-            one_by_one=bool((metadata or {}).get("singleton_local_shards", False)),
-        )
-        halves = {"linear_fc1": 2 if self.activation.gated else 1, "linear_fc2": 1}
+        ep, num_local = self._groups.ep, self.linear_fc1.num_experts
+        numbers = range(ep.rank() * num_local, (ep.rank() + 1) * num_local)
+        axis, num_experts = len(sharded_offsets), ep.size() * num_local
+        places = [("", (*sharded_offsets, (axis, number, num_experts))) for number in numbers]
+        if metadata and metadata.get("singleton_local_shards"):
+            places = [(f"{number}.", tuple(sharded_offsets)) for number in numbers]
+        replica, experts = self._groups.expt_dp.rank(), f"{prefix}experts."
         return {
             f"{prefix}{name}.{key}": value
-            for name, linear in linears.items()
-            for key, value in linear.sharded(name, layout, halves[name]).items()
+            for name in ("linear_fc1", "linear_fc2")
+            for key, value in getattr(self, name).sharded(experts, name, places, replica).items()
         }
 
 

@@ -23,7 +23,6 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -45,34 +44,8 @@ _spares: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 _NO_SCALES = torch.empty(0, dtype=torch.uint8)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardedLayout:
-    """Place of a rank's experts in a distributed checkpoint.
-
-    Attributes:
-        prefix: the prefix of the experts' keys, with the dot.
-        offsets: (axis, place, pieces) of the axes in front, such as the layers'.
-        first: the id of this rank's first expert.
-        num_experts: experts on all ranks (E).
-        split: (place, pieces) of the axis along which ranks split every expert.
-        replica: this rank's place among the ranks with the same shards; only the first one writes.
-        one_by_one: whether every expert has its own keys, instead of a place on a common axis.
-    """
-
-    prefix: str
-    offsets: tuple[tuple[int, int, int], ...]
-    first: int
-    num_experts: int
-    split: tuple[int, int]
-    replica: int
-    one_by_one: bool
-
-    def expert(self, local: int) -> tuple[str, tuple[tuple[int, int, int], ...]]:
-        """Return the part of an expert's keys after the common prefix, and the expert's offsets."""
-        number = self.first + local
-        if self.one_by_one:
-            return f"{number}.", self.offsets
-        return "", (*self.offsets, (len(self.offsets), number, self.num_experts))
+# (axis, place, pieces) of the axes in front of a parameter's own, such as the layers'.
+Offsets = tuple[tuple[int, int, int], ...]
 
 
 class StackedLinear(nn.Module):
@@ -85,13 +58,15 @@ class StackedLinear(nn.Module):
         weight: [L, out, in].
         bias: [L * out], or None.
         tensor_model_parallel: whether ranks split every expert. Megatron-Bridge reads it.
-        partition_dim: the axis of [out, in] that ranks split. Megatron-Bridge reads it.
+        partition_dim, split, num_parts: the arguments. Megatron-Bridge reads the first one.
         zeroed: int32 [2], whether DDP's buffer is zeroed: see `Sums`; `following_zeros` sets it.
 
     Args:
         weights: [out, in] each; copied, with the attributes that Megatron gave them.
         biases: [out] each; copied likewise. Empty without biases.
-        split_axis: the axis of [out, in] that ranks split, if they split experts.
+        partition_dim: the axis of [out, in] that ranks split, if they split experts.
+        split: (place, pieces) of that axis.
+        num_parts: 2 if gate and up have separate shards in checkpoints, else 1.
     """
 
     def __init__(
@@ -99,11 +74,13 @@ class StackedLinear(nn.Module):
         weights: list[Tensor],
         biases: list[Tensor],
         *,
-        split_axis: int | None = None,
+        partition_dim: int = 0,
+        split: tuple[int, int] = (0, 1),
+        num_parts: int = 1,
     ) -> None:
         super().__init__()
-        self.tensor_model_parallel = split_axis is not None
-        self.partition_dim = 0 if split_axis is None else split_axis
+        self.partition_dim, self.split, self.num_parts = partition_dim, split, num_parts
+        self.tensor_model_parallel = split[1] > 1
         self._spare: Tensor | None = None
         # No buffer, so that `Copies` of a model's buffers do not restore it: it follows the sums.
         self.zeroed = torch.zeros(2, dtype=torch.int32, device=weights[0].device)
@@ -183,37 +160,44 @@ class StackedLinear(nn.Module):
             self._spare = _spares[key] = torch.empty_like(self.weight, requires_grad=False)
         return self._spare
 
-    def sharded(self, name: str, layout: ShardedLayout, num_parts: int) -> dict[str, Any]:
+    def sharded(
+        self, prefix: str, name: str, places: list[tuple[str, Offsets]], replica: int
+    ) -> dict[str, Any]:
         """Return the entries of a sharded state dict.
 
         Args:
+            prefix: the prefix of the experts' keys, with the dot.
             name: the name of this linear.
-            layout: the place of this rank's experts in the checkpoint.
-            num_parts: 2 if gate and up have separate shards, else 1.
+            places: for each expert, the part of its keys after the prefix, and its offsets.
+            replica: this rank's place among the ranks with the same shards; only the first writes.
         """
         from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
         found: dict[str, Any] = {
-            kind: self._factory(f"{name}.{kind}", parameter, layout, num_parts)
+            kind: self._factory(prefix, f"{name}.{kind}", parameter, places, replica)
             for kind, parameter in self.named_parameters()
         }
-        for local in range(self.num_experts):
-            expert_key, offsets = layout.expert(local)
+        for local, (expert_key, offsets) in enumerate(places):
             found[f"_extra_state{local or ''}"] = make_sharded_object_for_checkpoint(
                 _NO_SCALES,
-                f"{layout.prefix}{expert_key}{name}._extra_state",
+                f"{prefix}{expert_key}{name}._extra_state",
                 offsets,
-                replica_id=(0, layout.split[0], layout.replica),
+                replica_id=(0, self.split[0], replica),
             )
         return found
 
     def _factory(
-        self, name: str, parameter: nn.Parameter, layout: ShardedLayout, num_parts: int
+        self,
+        prefix: str,
+        name: str,
+        parameter: Tensor,
+        places: list[tuple[str, Offsets]],
+        replica: int,
     ) -> Any:
         from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
         axis = self.partition_dim if parameter.dim() == 3 else 0  # A bias has one axis.
-        split, num_splits = layout.split
+        split, num_splits = self.split
 
         def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> Any:
             if flattened_range is not None:
@@ -228,19 +212,19 @@ class StackedLinear(nn.Module):
                 "be torch_dcp for packed experts in torch's FSDP",
                 "set it, or PaddedOptions(experts='module')",
             )
-            # Not `layout.prefix`: Megatron removes a layer's number from keys if all layers are
-            # equal, and an optimizer puts the name of its state in front.
-            experts = key.removesuffix(name)
-            shards = []
-            for local, expert in enumerate(self.by_expert(data.detach())):
-                expert_key, offsets = layout.expert(local)
-                for number, part in enumerate(expert.chunk(num_parts)):
+            # Not `prefix`: Megatron removes a layer's number from keys if all layers are equal, and
+            # an optimizer puts the name of its state in front.
+            experts, shards = key.removesuffix(name), []
+            for single, (expert_key, offsets) in zip(
+                self.by_expert(data.detach()), places, strict=True
+            ):
+                for number, part in enumerate(single.chunk(self.num_parts)):
                     part_key = f"{experts}{expert_key}{name}"
                     # All gates lie before all ups.
-                    place, num_places = number * num_splits + split, num_parts * num_splits
-                    if layout.one_by_one and num_parts > 1:
+                    place, num_places = number * num_splits + split, self.num_parts * num_splits
+                    if expert_key and self.num_parts > 1:
                         part_key = f"{part_key}_{'wv'[number]}"
-                        place, num_places = split, num_splits
+                        place, num_places = self.split
                     shards.append(
                         ShardedTensor.from_rank_offsets(
                             part_key,
@@ -256,9 +240,8 @@ class StackedLinear(nn.Module):
         def merge(loaded: Any) -> Tensor:
             return torch.cat(loaded).view_as(parameter)
 
-        replica = (0, 0, layout.replica)
         return ShardedTensorFactory(
-            f"{layout.prefix}{name}", parameter, build, merge, replica_id=replica
+            f"{prefix}{name}", parameter, build, merge, replica_id=(0, 0, replica)
         )
 
 
