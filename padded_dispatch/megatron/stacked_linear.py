@@ -21,7 +21,6 @@ L: experts on this rank.
 
 import functools
 import itertools
-import re
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -33,9 +32,6 @@ from torch.distributed.tensor import DTensor
 from padded_dispatch.config import require
 from padded_dispatch.experts import Sums
 from padded_dispatch.utils.phases import is_capturing
-
-# The name of one expert's part of a parameter.
-_SINGLE_NAME = re.compile(r"(weight|bias)\d+")
 
 # Results of `StackedLinear.spare` by shape, dtype and device; the linears keep them alive.
 _spares: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
@@ -102,17 +98,20 @@ class StackedLinear(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if _SINGLE_NAME.fullmatch(name) and name in (singles := self.singles()):
+            if name[-1].isdigit() and name in (singles := self.singles()):
                 return singles[name]
             raise
 
-    def singles(self) -> dict[str, nn.Parameter]:
-        """Return one expert's part of each parameter by name; they share the parameters' memory."""
-        found = {}
-        for kind, parameter in self.named_parameters():
-            for number, part in enumerate(self.by_expert(parameter.detach())):
-                found[f"{kind}{number}"] = nn.Parameter(part, parameter.requires_grad)
-        return found
+    def singles(self) -> dict[str, Tensor]:
+        """Return one expert's part of each parameter by name.
+
+        They are views, so torch refuses to freeze one of them.
+        """
+        return {
+            f"{kind}{number}": part
+            for kind, parameter in self.named_parameters()
+            for number, part in enumerate(self.by_expert(parameter))
+        }
 
     def by_expert(self, stacked: Tensor) -> Tensor:
         """Return a parameter, or a tensor of its shape, as [L, ...], which shares its memory."""
@@ -262,9 +261,8 @@ def following_zeros(zero_grad_buffer: Callable[[Any], None]) -> Callable[[Any], 
         if not hasattr(self, "_stacked_linears"):  # The walk takes a millisecond with 48 layers.
             found = [module for module in self.modules() if isinstance(module, StackedLinear)]
             self._stacked_linears = found
-        private: Any = torch
         if flags := [linear.zeroed for linear in self._stacked_linears]:
-            private._foreach_add_(flags, 1)
+            torch._foreach_add_(flags, 1)  # pyright: ignore[reportPrivateImportUsage]
 
     return zero
 
@@ -320,10 +318,9 @@ def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *given: An
         parts = []
         for number, own in enumerate(linear.by_expert(parameter.detach())):
             key = f"{prefix}{name}{number}"
-            part = state.pop(key, None)
-            if part is None:
+            part = state.pop(key, own)
+            if part is own:
                 missing.append(key)
-                part = own
             elif part.shape != own.shape:
                 found = f"{list(part.shape)}; the model has {list(own.shape)}"
                 errors.append(f"size mismatch for {key}: the checkpoint has {found}")

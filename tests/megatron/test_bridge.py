@@ -59,6 +59,14 @@ def test_what_is_copied_into_a_single_expert_arrives_and_nothing_else_changes():
     assert linear.biases()[3].eq(7.0).all() and linear.biases()[:3].eq(0.0).all()
 
 
+def test_a_single_expert_alone_cannot_be_frozen():
+    linear = layer().experts.linear_fc1
+    with pytest.raises(RuntimeError, match="leaf"):
+        linear.weight3.requires_grad_(False)
+    linear.weight3.sum().backward()
+    assert linear.weight.grad.sum((1, 2)).tolist() == [0, 0, 0, linear.weight[3].numel()]
+
+
 class StandIn:
     """What `MegatronModelBridge` has: methods that list the parameters of `megatron_model`."""
 
