@@ -30,6 +30,7 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from megatron.core import activations
+from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
@@ -179,22 +180,17 @@ def adds_gradients(config: Any) -> bool:
         return True
     if config.cuda_graph_impl == "local":
         return LOCAL_GRAPHS_ADD_GRADIENTS
-    if config.cuda_graph_impl == "none":
-        return not is_capturing()
-    return True
+    return config.cuda_graph_impl != "none" or not is_capturing()
 
 
-def in_fp8(config: Any, number: int | None = None) -> bool:
+def in_fp8(config: Any, number: int) -> bool:
     """Return whether the experts of a layer compute in fp8, as Megatron's own would.
 
-    `number`: the layer's number in the model, from 1. None stands for a layer that is neither among
-    the first nor among the last ones. Layers of multi-token prediction compute in fp8.
+    `number`: the layer's number in the model, from 1. Layers of multi-token prediction, after the
+    others, compute in fp8.
     """
-    if not config.fp8 or number is None or number > config.num_layers:
-        return bool(config.fp8)
-    from megatron.core.fp8_utils import is_first_last_bf16_layer
-
-    return not is_first_last_bf16_layer(config, number - 1)
+    in_bf16 = number <= config.num_layers and is_first_last_bf16_layer(config, number - 1)
+    return bool(config.fp8) and not in_bf16
 
 
 class StackedExperts(MegatronModule):
@@ -207,7 +203,7 @@ class StackedExperts(MegatronModule):
 
     Attributes:
         call: the next pass, which the dispatcher sets; `forward` takes it and leaves None.
-        in_fp8: whether passes compute in e4m3.
+        in_fp8: whether passes compute in e4m3; the dispatcher sets it for the layer's number.
 
     Raises:
         ValueError: names every setting that it does not support.
@@ -228,7 +224,7 @@ class StackedExperts(MegatronModule):
         second = _parameters(experts, "linear_fc2")
         self.linear_fc2 = StackedLinear(*second, partition_dim=1, split=split)
         self.call: Call | None = None
-        self.in_fp8 = in_fp8(config)
+        self.in_fp8 = bool(config.fp8)
         self._scaled: ScaledWeights | None = None
         self.register_load_state_dict_post_hook(_loaded)
 
@@ -388,7 +384,6 @@ _FIELDS = (
     _row("activation_func_fp8_input_store", "the activation keeps its input as it is"),
     _row("use_te_activation_func", "the activation is a kernel of ours"),
     _row("moe_mlp_glu_interleave_size", "gate and up are not interleaved"),
-    _row("moe_single_grouped_bias", "biases are read one by one"),
     _row("moe_apply_probs_on_input", "probabilities weigh the activation"),
     _row(
         "expert_gtp_weight_remat_size",
