@@ -75,7 +75,7 @@ def captures_moe(config: Any) -> bool:
 
 def captures(config: Any, *parts: str) -> bool:
     """Return whether training captures one of these `parts` of layers, maybe in a larger graph."""
-    if getattr(config, "cuda_graph_impl", "none") in (None, "none"):
+    if config.cuda_graph_impl == "none":
         return False
     scopes = graph_scopes(config)
     return not scopes or captures_iteration(config) or not scopes.isdisjoint(parts)
@@ -95,10 +95,9 @@ def capturing() -> bool:
 
 def captures_iteration(config: Any) -> bool:
     """Return whether a config asks for one graph of all passes of a step."""
-    impl = getattr(config, "cuda_graph_impl", "none")
-    return impl == "full_iteration" or (
-        impl == "local" and "full_iteration" in graph_scopes(config)
-    )
+    impl = config.cuda_graph_impl
+    scoped = impl == "local" and "full_iteration" in graph_scopes(config)
+    return scoped or impl == "full_iteration"
 
 
 def training_stream() -> torch.cuda.Stream:

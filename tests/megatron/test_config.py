@@ -51,7 +51,7 @@ FIELDS = TransformerConfig.__dataclass_fields__
 
 def test_a_plain_config_passes_and_no_field_is_new():
     check_config(megatron_config())
-    check_config(SimpleNamespace())  # Fields that a version lacks are not asked for.
+    check_config(SimpleNamespace(cuda_graph_impl="none"))  # A version may lack others.
     fields = [name for name in FIELDS if name.startswith("moe_")]
     assert len(fields) == NUM_READ[INSTALLED]
     names = [*(row.name for row in REFUSED), *REPLACED]
