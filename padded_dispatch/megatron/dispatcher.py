@@ -40,7 +40,7 @@ from padded_dispatch.experts.padded import DispatchState
 from padded_dispatch.experts.store import Store, room_of_pass
 from padded_dispatch.megatron.chunks import Chunk, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
-from padded_dispatch.megatron.config import check_config, check_pipeline, padded_options
+from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.experts import (
     chosen_experts,
     in_fp8,
@@ -68,26 +68,23 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     Attributes:
         packed: whether experts are `StackedExperts`.
-        chosen: the experts, exchange and capacity pool in use, by the names of the options.
         store: the store of the layer's chunk, which holds the rows of training passes; None if each
             pass has memory of its own.
-        observers, eval_observers: receivers of the router's selections in training passes, and in
-            evaluation mode. CUDA graphs capture the calls, so append before a capture.
+        counters, eval_counters: counts of passes in training mode, and in evaluation mode.
+        observers: receivers of the router's selections in training passes, `counters` first. CUDA
+            graphs capture the calls, so append before a capture.
         see_pass: function that the router calls with the input of each training pass, before it
             routes; None with CUDA graphs, whose `guard` sees the passes instead.
         kept_inputs: nodes of the combined schedule whose inputs Megatron must not free.
-
-    Raises:
-        ValueError: names every setting that the padded path does not support.
     """
 
     packed = False
     store: Store | None = None
     see_pass: Callable[[Tensor], None] | None = None
     kept_inputs: tuple[str, ...] = ("moe_dispatch", "mlp")
-    expert_SBK: Tensor | None = None
-    place_SBK: Tensor | None = None
-    kept_E: Tensor | None = None
+    expert_SBK: Any = None
+    place_SBK: Any = None
+    kept_E: Any = None
 
     def __init__(
         self,
@@ -97,8 +94,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        check_config(config)
-        check_pipeline(config)
         self.experts: Any = None  # Set by the layer.
         self._options = padded_options(config)
         self._pipeline = getattr(pg_collection, "pp", None)
@@ -106,40 +101,33 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         sizes = {"num_ranks": self.ep_size, "etp_size": self.tp_size}
         self.configs = LayerConfigs(config, capacity_pool=chosen.pool, **sizes)
         self.agreement = Agreement(self.ep_group, self.tp_group)
-        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        device = torch.cuda.current_device()
         kind = self._options.exchange
         self.agreement.check(exchange=kind, experts_are_packed=self.packed)
         self.exchange, reason = choose(
-            self.dispatch_config,
+            self.configs.current,
             self.ep_group,
             self.tp_group,
             kind,
             packed=self.packed,
             device=torch.device(device),
         )
-        self.chosen = {"experts": "packed" if self.packed else "module"}
-        self.chosen |= {"exchange": self.exchange.kind, "capacity_pool": chosen.pool}
         rank = self.ep_group.rank()
         self.counters = Counters(self.configs.training, device, rank=rank)
         self.eval_counters = Counters(self.configs.evaluation, device, rank=rank)
         self.observers: list[RoutingObserver] = [self.counters]
-        self.eval_observers: list[RoutingObserver] = [self.eval_counters]
         self.shared_overlap: SharedExpertOverlap | None = None
         self.cudagraph_attrs = list(_PLAN_TENSORS)
-        self._num_slots: dict[tuple[bool, DispatchConfig], dict[int, int]] = {}  # by T
+        self._most_tokens: dict[tuple[bool, DispatchConfig], int] = {}
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
-        groups = self.ep_group, self.tp_group, getattr(pg_collection, "expt_dp", None)
-        self._logs = all(group is None or group.rank() == 0 for group in groups)
+        groups = self.ep_group, self.tp_group, pg_collection.expt_dp
+        self._logs = all(group.rank() == 0 for group in groups)
+        experts = "packed" if self.packed else "module"
         if self._logs:
             log_once(
-                f"padded dispatch: experts={self.chosen['experts']} ({chosen.reason}), "
+                f"padded dispatch: experts={experts} ({chosen.reason}), "
                 f"capacity_pool={chosen.pool}, exchange={self.exchange.kind} ({reason})"
             )
-
-    @property
-    def dispatch_config(self) -> DispatchConfig:
-        """The config that decides the shapes of the next pass."""
-        return self.configs.current
 
     @property
     def shares_per_token(self) -> int | None:
@@ -212,7 +200,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Return every token's sum in the shape that the tokens came in: [S, B, D]."""
-        assert self.expert_SBK is not None
         output = hidden_states.view(*self.expert_SBK.shape[:-1], -1)
         if self.shared_overlap is not None:
             output = output + self.shared_overlap.output()
@@ -222,8 +209,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     def _start(self, config: DispatchConfig, tokens_TD: Tensor) -> Wire:
         """Start the exchange of a pass with the plan in the attributes."""
-        assert self.expert_SBK is not None
-        assert self.place_SBK is not None and self.kept_E is not None
         plan = Plan(
             expert_TK=self.expert_SBK.flatten(0, -2),
             place_TK=self.place_SBK.flatten(0, -2),
@@ -239,13 +224,11 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
         Calls `_announce` in a config's first pass, and in each with more tokens than any before.
         """
-        num_tokens = len(tokens_TD)
-        slots = self._num_slots.setdefault((self.configs.in_training, config), {})
-        if num_tokens not in slots:
-            if num_tokens > max(slots, default=0):
-                self._announce(config, tokens_TD)
-            slots[num_tokens] = config.wire_slots(num_tokens)
-        return slots[num_tokens]
+        num_tokens, key = len(tokens_TD), (self.configs.in_training, config)
+        if num_tokens > self._most_tokens.get(key, 0):
+            self._announce(config, tokens_TD)
+            self._most_tokens[key] = num_tokens
+        return config.wire_slots(num_tokens)
 
     def _announce(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
         """Run the checks for which the model must be complete, and log what the passes drop."""
@@ -297,7 +280,6 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Set the experts' `call`; return tokens [T, D], kept rows [E] and probabilities [T, K]."""
         config, tokens_TD = self.configs.current, hidden_states.flatten(0, -2)
-        assert self.kept_E is not None
         weights = self.experts.linear_fc1.weight, self.experts.linear_fc2.weight
         has_gradients = any(tensor.requires_grad for tensor in (tokens_TD, probs, *weights))
         store = self.store if self.configs.in_training and has_gradients else None

@@ -22,7 +22,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from padded_dispatch.config import require
 from padded_dispatch.megatron import watch
 from padded_dispatch.megatron.bridge import show_single_experts
-from padded_dispatch.megatron.config import check_config, check_experts, take_over
+from padded_dispatch.megatron.config import check_config, check_experts, check_pipeline, take_over
 from padded_dispatch.megatron.cpu import check_device
 from padded_dispatch.megatron.dispatcher import CellTokenDispatcher, PackedTokenDispatcher
 from padded_dispatch.megatron.experts import StackedExperts, chosen_experts
@@ -46,11 +46,12 @@ def build(
 
     Raises:
         ValueError: if there is no device, or the config or the experts are not supported; see
-            `check_device`, `check_config` and `check_experts`.
+            `check_device`, `check_config`, `check_pipeline` and `check_experts`.
     """
     check_device()
     take_over(config)
     check_config(config)
+    check_pipeline(config)
     guard.install(config)
     pg_collection = pg_collection or get_default_pg_collection()
     packed, in_bf16 = chosen_experts(config).packed, nullcontext()

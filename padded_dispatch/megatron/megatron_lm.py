@@ -364,7 +364,7 @@ def record_routing(
         rule = f"be {once} with a trace, which has a record of each layer and micro-batch"
         require(times == once, name, times, rule, "leave out one of the two")
     dispatcher = next(iter(layers.values())).token_dispatcher
-    config, collectives = dispatcher.dispatch_config, dispatcher.exchange.kind == "alltoall"
+    config, collectives = dispatcher.configs.current, dispatcher.exchange.kind == "alltoall"
     num_sources = dispatcher.ep_size * dispatcher.tp_size
     run = TracedRun(
         num_tokens=num_tokens,

@@ -173,7 +173,7 @@ class SelectAfterCounting(TopKRouter):
         selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
         # Each pass is counted once: recompute runs the router twice.
         observers = self.dispatcher.observers if trains() else []
-        for observer in observers if self.training else self.dispatcher.eval_observers:
+        for observer in observers if self.training else [self.dispatcher.eval_counters]:
             observer.observe(map_TE, probs_TE.detach(), selection)
         return selection.probs_TE, selection.kept_TE
 

@@ -291,7 +291,7 @@ def test_d11_text_generation_leaves_training_as_it_was(monkeypatch):
         inference_utils.set_decode_expert_padding(layer, False)
         num_rows.append(int(expert_inputs(layer, x)[1].sum()))
         same.append(torch.equal(layer(x)[0], before))
-    assert layer.token_dispatcher.dispatch_config.capacity_factor == 0.5
+    assert layer.token_dispatcher.configs.current.capacity_factor == 0.5
     assert num_rows == [24, 12]  # dropless T * K; E * C
     assert same == [False, True]
 

@@ -47,7 +47,7 @@ def test_a_layer_finds_its_factor_and_shared_experts():
     for experts in ("module", "packed"):
         options = PaddedOptions(layer_factors={1: 3.0}, experts=experts)
         made = tiny.padded_layer(options, dispatcher="alltoall", **shared)
-        assert made.token_dispatcher.dispatch_config.capacity_factor == 3.0
+        assert made.token_dispatcher.configs.current.capacity_factor == 3.0
         assert made.token_dispatcher.shared_experts is made.shared_experts is not None
 
 
@@ -108,7 +108,7 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
             moe(torch.randn(length, 2, tiny.HIDDEN))
     tiny.padded_layer(moe_expert_capacity_factor=2.0)(torch.randn(9, 2, tiny.HIDDEN))
     made = tiny.padded_layer().token_dispatcher
-    made._warn_of_rows(made.dispatch_config, torch.empty(2**20, 2**9, device="meta"))
+    made._warn_of_rows(made.configs.current, torch.empty(2**20, 2**9, device="meta"))
     said = (72, "0.00"), (80, "0.00"), (2**22, "8.00")
     for message, (num_rows, gib) in zip(caplog.messages, said, strict=True):
         assert f"room for {num_rows} rows of a layer, 2.0 times as many as in" in message

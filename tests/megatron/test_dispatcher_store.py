@@ -90,7 +90,7 @@ def test_rows_of_a_full_store_are_kept_and_counted(caplog):
     for _ in range(2):
         through(layers, tokens(20).requires_grad_()).sum().backward()
     dispatcher, many = layers[0].token_dispatcher, torch.empty(2**20, 16, device="meta")
-    dispatcher._announce(dispatcher.dispatch_config, many)
+    dispatcher._announce(dispatcher.configs.current, many)
     said, later = caplog.messages
     # A row of fp32: 2 F values, its probability and home.
     size = 3 * (4 * 2 * 24 + 12) / 2**10
@@ -101,7 +101,7 @@ def test_rows_of_a_full_store_are_kept_and_counted(caplog):
         "nothing"
     )
     wide = {"num_ranks": 16, "num_experts": 128, "top_k": 8}
-    config = dataclasses.replace(dispatcher.dispatch_config, **wide)
+    config = dataclasses.replace(dispatcher.configs.current, **wide)
     dispatcher._announce(dataclasses.replace(config, capacity_factor=0.25), many)
     rows, slots = 3 * 2**20, 2**20 * 5 // 8  # The store's, and 8 slots of factor 1.25.
     assert caplog.messages[-1].endswith(

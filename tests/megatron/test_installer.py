@@ -34,7 +34,7 @@ def test_layer_is_megatrons_own_with_our_dispatcher():
     layer = tiny.layer(tiny.config(moe_expert_capacity_factor=1.25))
     assert type(layer) is MoELayer
     assert isinstance(layer.token_dispatcher, PaddedAlltoAllTokenDispatcher)
-    assert layer.token_dispatcher.dispatch_config.capacity_factor == 1.25
+    assert layer.token_dispatcher.configs.current.capacity_factor == 1.25
     assert layer.config.moe_token_dispatcher_type == "padded_alltoall"
     field = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
     assert typing.get_args(field.type) == ("allgather", "alltoall", "flex", "padded_alltoall")
@@ -219,7 +219,7 @@ def test_a_factor_goes_with_load_balancing_of_any_kind():
     install()
     layer = tiny.layer(tiny.config(**sinkhorn, moe_pad_expert_input_to_capacity=True))
     assert layer.config.moe_pad_expert_input_to_capacity is True
-    assert layer.token_dispatcher.dispatch_config.capacity_factor == 1.25
+    assert layer.token_dispatcher.configs.current.capacity_factor == 1.25
     assert layer(torch.randn(6, 1, tiny.HIDDEN))[0].isfinite().all()
 
 
