@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.experts.store import Store
@@ -20,13 +21,12 @@ from padded_dispatch.experts.store import Store
 
 @dataclass(kw_only=True, eq=False)
 class Chunk:
-    """Layers that share a store; `number` is the last one's, `num_calls` counts all their calls."""
+    """Layers that share a store; `number` is the last one's."""
 
     config: Any
     key: tuple[object, ...]
     store: Store
     number: int = 0
-    num_calls: int = 0
 
 
 # The chunk that the next layer may join.
@@ -65,8 +65,8 @@ def join(
     if chunk is None or chunk.config is not config or chunk.key != key or number <= chunk.number:
         chunk = Chunk(config=config, key=key, store=Store())
         _last = weakref.ref(chunk)
+    chunk.number = number
     num_calls = 0 if _is_recomputed(config, index) else _repeats(config, number)
-    chunk.number, chunk.num_calls = number, chunk.num_calls + num_calls
     return chunk, [chunk.store.add(dispatch_config) for _ in range(num_calls)]
 
 
@@ -82,8 +82,6 @@ def _place(config: Any, number: int, pipeline: Any, name: str) -> tuple[int | No
     # Multi-token prediction follows the last layer.
     if config.pipeline_model_parallel_size == 1 or number > config.num_layers:
         return (virtual or 1) - 1, number - 1
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
     rank = pipeline.rank() if pipeline else parallel_state.get_pipeline_model_parallel_rank()
     numbers = range(virtual) if virtual else [None]
     offsets = [get_transformer_layer_offset(config, stage, rank) for stage in numbers]
@@ -101,8 +99,6 @@ def _repeats(config: Any, number: int) -> int:
 
 def _is_recomputed(config: Any, index: int) -> bool:
     """Return whether backward always recomputes a layer, so that its forward pass keeps no rows."""
-    if config.recompute_granularity == "selective":
-        return "moe" in (config.recompute_modules or ())
-    by_block = config.recompute_method == "block"
-    is_whole = config.recompute_granularity == "full"
-    return is_whole and not (by_block and index >= (config.recompute_num_layers or 0))
+    if config.recompute_granularity == "full":
+        return config.recompute_method != "block" or index < config.recompute_num_layers
+    return config.recompute_granularity == "selective" and "moe" in config.recompute_modules

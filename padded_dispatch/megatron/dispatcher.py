@@ -326,9 +326,8 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
                 "PaddedOptions(experts='module')",
                 logging.WARNING,
             )
-        logs = self._logs and self.configs.in_training and not config.fits
-        if logs and self._chunk is not None and self.store:
-            num_tokens, num_calls = len(tokens_TD), self._chunk.num_calls
+        if self._logs and self.configs.in_training and not config.fits and self.store:
+            num_tokens, num_calls = len(tokens_TD), self.store.num_shares(1) // config.share(1)
             rows, itemsize = self.store.num_rows(num_tokens), tokens_TD.element_size()
             width = self.experts.linear_fc1.weight.shape[1]
             store_gib = rows * row_bytes(width, itemsize) / 2**30
