@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -128,8 +129,6 @@ class SelectAfterCounting(TopKRouter):
         if logits.__func__ is not _GATING:  # What it computes is not known.
             return logits(input)
         if self.bias is not None and self.bias.dtype != dtype:
-            from megatron.core.transformer.moe.moe_utils import router_gating_linear
-
             fixed = {"weight": self.weight, "bias": self.bias.to(dtype), "router_dtype": dtype}
             logits = functools.partial(router_gating_linear, **fixed)
         if input.dtype == self.weight.dtype == torch.bfloat16 and dtype == torch.float32:

@@ -26,6 +26,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -170,8 +172,6 @@ class StackedLinear(nn.Module):
             places: for each expert, the part of its keys after the prefix, and its offsets.
             replica: this rank's place among the ranks with the same shards; only the first writes.
         """
-        from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
-
         found: dict[str, Any] = {
             kind: self._factory(prefix, f"{name}.{kind}", parameter, places, replica)
             for kind, parameter in self.named_parameters()
@@ -193,8 +193,6 @@ class StackedLinear(nn.Module):
         places: list[tuple[str, Offsets]],
         replica: int,
     ) -> Any:
-        from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-
         axis = self.partition_dim if parameter.dim() == 3 else 0  # A bias has one axis.
         split, num_splits = self.split
 
