@@ -13,7 +13,7 @@ norm rejects.
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,7 +24,6 @@ from padded_dispatch.config import require
 from padded_dispatch.utils.patches import Patches
 
 _CPU = torch.device("cpu")
-_IS_INFERENCE = "is_inference_column_parallel_linear"
 
 
 class _Stream:
@@ -58,11 +57,7 @@ class _CudaMeansCpu(TorchFunctionMode):
     """A mode in which tensors that are meant for "cuda" are made on the CPU."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
@@ -129,10 +124,9 @@ def megatron_on_cpu() -> Iterator[None]:
         (transformer_block, "LayerNormImpl", WrappedTorchNorm),
         # It warns whenever a draw from the "CUDA" generator changes the CPU's.
         (logging.getLogger(random.__name__), "disabled", True),
-    )
-    if hasattr(multi_token_prediction, _IS_INFERENCE):
         # 0.20 tests for classes that are no classes without Transformer Engine.
-        replacements += ((multi_token_prediction, _IS_INFERENCE, lambda module: False),)
+        (multi_token_prediction, "is_inference_column_parallel_linear", lambda module: False),
+    )
     # Megatron compiles some functions of a few lines; a laptop may have no C++ compiler.
     with Patches() as patches, _CudaMeansCpu(), torch.compiler.set_stance("force_eager"):
         for owner, name, value in replacements:
