@@ -10,6 +10,7 @@ with it, for configs with `moe_token_dispatcher_type="padded_alltoall"`.
 import copy
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -122,33 +123,28 @@ def padded_spec(spec: Any) -> Any:
         ValueError: if the spec has no MoE layer. The spec of a block may have none, because a
             pipeline stage may have dense layers only. So may None, for a stage without a block.
     """
-    padded, num_replaced = _replace(spec)
+    padded = _replace(spec)
     kind = type(spec).__name__  # The text of a whole spec would fill a screen.
-    has_experts = num_replaced > 0 or spec is None or hasattr(spec, "layer_specs")
+    has_experts = padded is not spec or spec is None or hasattr(spec, "layer_specs")
     require(has_experts, "spec", kind, "contain a MoELayer", "give num_experts to the spec")
     return padded
 
 
-def _replace(spec: Any) -> tuple[Any, int]:
-    """Return the copy, and how many MoE layers were replaced."""
+def _replace(spec: Any) -> Any:
+    """Return a copy in which every `MoELayer` is replaced, or `spec` itself if it has none."""
     if isinstance(spec, functools.partial) and spec.func is MoELayer:
-        return functools.partial(PaddedMoELayer, *spec.args, **spec.keywords), 1
+        return functools.partial(PaddedMoELayer, *spec.args, **spec.keywords)
     if isinstance(spec, ModuleSpec) and spec.module is MoELayer:
-        return dataclasses.replace(spec, module=PaddedMoELayer), 1
+        return dataclasses.replace(spec, module=PaddedMoELayer)
+    if isinstance(spec, list):  # of the layers of a block
+        layers = [_replace(layer) for layer in spec]
+        return layers if any(map(operator.is_not, layers, spec)) else spec
     # `mtp_model_layer` is the layer of multi-token prediction from 0.17 on, `transformer_layer`
     # that before.
-    for name in ("submodules", "mlp", "moe_layer", "mtp_model_layer", "transformer_layer"):
-        if getattr(spec, name, None) is not None:
-            inner, num_replaced = _replace(getattr(spec, name))
-            return _with(spec, name, inner), num_replaced
-    if (specs := getattr(spec, "layer_specs", None)) is not None:  # of a block of layers
-        layers = [_replace(layer) for layer in specs]
-        padded = _with(spec, "layer_specs", [layer for layer, _ in layers])
-        return padded, sum(num_replaced for _, num_replaced in layers)
-    return spec, 0
-
-
-def _with(spec: Any, name: str, value: Any) -> Any:
-    changed = copy.copy(spec)
-    setattr(changed, name, value)
-    return changed
+    names = "submodules", "mlp", "moe_layer", "mtp_model_layer", "transformer_layer", "layer_specs"
+    for name in names:
+        if (inner := getattr(spec, name, None)) is not None:
+            padded, copied = _replace(inner), copy.copy(spec)
+            setattr(copied, name, padded)
+            return spec if padded is inner else copied
+    return spec
