@@ -66,7 +66,11 @@ def join(
         chunk = Chunk(config=config, key=key, store=Store())
         _last = weakref.ref(chunk)
     chunk.number = number
-    num_calls = 0 if _is_recomputed(config, index) else _repeats(config, number)
+    is_repeated = number > config.num_layers and getattr(config, "mtp_use_repeated_layer", False)
+    num_calls = config.mtp_num_layers if is_repeated else 1
+    num_calls *= getattr(config, "mlp_chunks_for_training", 1)
+    if _is_recomputed(config, index):
+        num_calls = 0
     return chunk, [chunk.store.add(dispatch_config) for _ in range(num_calls)]
 
 
@@ -88,13 +92,6 @@ def _place(config: Any, number: int, pipeline: Any, name: str) -> tuple[int | No
     lower = [offset for offset in offsets if offset < number]
     # In a stack with a pattern of layers, no offset need be below the layer's number.
     return max(len(lower) - 1, 0), number - 1 - max(lower, default=0)
-
-
-def _repeats(config: Any, number: int) -> int:
-    """Return how many times a forward pass of the chunk runs a layer."""
-    parts = getattr(config, "mlp_chunks_for_training", None) or 1
-    is_repeated = number > config.num_layers and getattr(config, "mtp_use_repeated_layer", False)
-    return parts * (config.mtp_num_layers if is_repeated else 1)
 
 
 def _is_recomputed(config: Any, index: int) -> bool:

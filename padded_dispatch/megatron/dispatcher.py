@@ -64,7 +64,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     Args:
         num_local_experts, local_expert_indices: what Megatron hands to every dispatcher.
         config: the TransformerConfig. Read before the first pass; later changes have no effect.
-        pg_collection: `ep` and `expt_tp` are used.
+        pg_collection: `ep`, `expt_tp`, `expt_dp` and, if it has one, `pp` are used.
 
     Attributes:
         packed: whether experts are `StackedExperts`.
@@ -100,17 +100,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         chosen = chosen_experts(config)
         sizes = {"num_ranks": self.ep_size, "etp_size": self.tp_size}
         self.configs = LayerConfigs(config, capacity_pool=chosen.pool, **sizes)
-        self.agreement = Agreement(self.ep_group, self.tp_group)
-        device = torch.cuda.current_device()
+        groups = self.ep_group, self.tp_group
+        self.agreement = Agreement(*groups)
+        device = torch.device(torch.cuda.current_device())
         kind = self._options.exchange
         self.agreement.check(exchange=kind, experts_are_packed=self.packed)
         self.exchange, reason = choose(
-            self.configs.current,
-            self.ep_group,
-            self.tp_group,
-            kind,
-            packed=self.packed,
-            device=torch.device(device),
+            self.configs.current, *groups, kind, packed=self.packed, device=device
         )
         rank = self.ep_group.rank()
         self.counters = Counters(self.configs.training, device, rank=rank)
@@ -120,10 +116,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.cudagraph_attrs = list(_PLAN_TENSORS)
         self._most_tokens: dict[tuple[bool, DispatchConfig], int] = {}
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
-        groups = self.ep_group, self.tp_group, pg_collection.expt_dp
-        self._logs = all(group.rank() == 0 for group in groups)
-        experts = "packed" if self.packed else "module"
+        self._logs = all(group.rank() == 0 for group in (*groups, pg_collection.expt_dp))
         if self._logs:
+            experts = "packed" if self.packed else "module"
             log_once(
                 f"padded dispatch: experts={experts} ({chosen.reason}), "
                 f"capacity_pool={chosen.pool}, exchange={self.exchange.kind} ({reason})"
