@@ -27,30 +27,27 @@ _CPU = torch.device("cpu")
 
 
 class _Stream:
-    """A stand-in for CUDA streams and events, whose methods do nothing: CPU work is finished."""
+    """A stand-in for CUDA streams and events, whose methods return an event of now.
+
+    They do nothing else: CPU work is finished.
+    """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._recorded_s = time.perf_counter()
 
+    record = __init__
+
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: _Stream()
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
         """Return the lowest and the highest priority, which are the same."""
         return 0, 0
 
-    def record(self, stream: object = None) -> None:
-        """Keep the time."""
-        self._recorded_s = time.perf_counter()
-
     def elapsed_time(self, end: "_Stream") -> float:
         """Return the milliseconds between two recorded events; text generation reports them."""
         return 1e3 * (end._recorded_s - self._recorded_s)
-
-    def record_event(self) -> "_Stream":
-        """Return an event of now."""
-        return _Stream()
 
 
 class _CudaMeansCpu(TorchFunctionMode):
