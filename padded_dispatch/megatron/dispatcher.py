@@ -68,6 +68,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     Attributes:
         packed: whether experts are `StackedExperts`.
+        chosen: the experts, exchange and capacity pool in use, by the names of the options.
         store: the store of the layer's chunk, which holds the rows of training passes; None if each
             pass has memory of its own.
         counters, eval_counters: counts of passes in training mode, and in evaluation mode.
@@ -108,6 +109,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.exchange, reason = choose(
             self.configs.current, *groups, kind, packed=self.packed, device=device
         )
+        self.chosen = {"experts": "packed" if self.packed else "module"}
+        self.chosen |= {"exchange": self.exchange.kind, "capacity_pool": chosen.pool}
         rank = self.ep_group.rank()
         self.counters = Counters(self.configs.training, device, rank=rank)
         self.eval_counters = Counters(self.configs.evaluation, device, rank=rank)
@@ -118,9 +121,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
         self._logs = all(group.rank() == 0 for group in (*groups, pg_collection.expt_dp))
         if self._logs:
-            experts = "packed" if self.packed else "module"
             log_once(
-                f"padded dispatch: experts={experts} ({chosen.reason}), "
+                f"padded dispatch: experts={self.chosen['experts']} ({chosen.reason}), "
                 f"capacity_pool={chosen.pool}, exchange={self.exchange.kind} ({reason})"
             )
 

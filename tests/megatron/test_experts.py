@@ -363,7 +363,10 @@ def test_auto_leaves_experts_to_adapters():
 def test_what_was_chosen_is_logged_once(caplog, options, line):
     log_once.cache_clear()
     with caplog.at_level(logging.INFO, "padded_dispatch"):
-        layer(options), layer(options)
+        made = [layer(options) for _ in range(2)]
+    experts, pool = line.removeprefix("experts=").split()[0], line.rpartition("=")[2]
+    chosen = {"experts": experts, "exchange": "none", "capacity_pool": pool}
+    assert made[0].token_dispatcher.chosen == chosen
     assert caplog.messages == [f"padded dispatch: {line}, exchange=none (one rank)"]
 
 
