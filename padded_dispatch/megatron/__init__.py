@@ -3,7 +3,7 @@
 There are two ways to use it. `install()` makes `moe_token_dispatcher_type="padded_alltoall"` work
 everywhere. `padded_spec(spec)` puts `PaddedMoELayer` into a layer spec. It patches nothing in
 Megatron-Core, unless the config asks for CUDA graphs or for the combined schedule
-(`overlap_moe_expert_parallel_comm`): then it installs `graphs.guard`.
+(`overlap_moe_expert_parallel_comm`): then it installs `guard`.
 
 Each name below is imported at its first use, and Megatron with it. Command lines import
 `padded_dispatch.megatron.options` alone, which needs neither Megatron nor torch.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from padded_dispatch.megatron.cpu import megatron_on_cpu
-    from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
+    from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
     from padded_dispatch.megatron.installer import install, uninstall
     from padded_dispatch.megatron.layer import PaddedMoELayer, padded_spec
     from padded_dispatch.megatron.options import PaddedOptions
@@ -36,8 +36,8 @@ __all__ = [
 
 # The module of each name.
 _HOMES = {
-    "IterationGraph": "graphs.capture",
-    "LayerGraphs": "graphs.capture",
+    "IterationGraph": "graphs",
+    "LayerGraphs": "graphs",
     "PaddedMoELayer": "layer",
     "PaddedOptions": "options",
     "Retry": "retry",

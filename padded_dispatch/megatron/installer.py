@@ -20,10 +20,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from padded_dispatch.megatron import guard
 from padded_dispatch.megatron.bridge import keep_options
 from padded_dispatch.megatron.compat import captures_moe
 from padded_dispatch.megatron.config import NAME, check_config, take_over
-from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.layer import PaddedMoELayer, build
 from padded_dispatch.megatron.megatron_lm import follow_training
 from padded_dispatch.megatron.options import PaddedOptions, require_options

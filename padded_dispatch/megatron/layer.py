@@ -21,13 +21,12 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron import watch
+from padded_dispatch.megatron import guard, watch
 from padded_dispatch.megatron.bridge import show_single_experts
 from padded_dispatch.megatron.config import check_config, check_experts, check_pipeline, take_over
 from padded_dispatch.megatron.cpu import check_device
 from padded_dispatch.megatron.dispatcher import CellTokenDispatcher, PackedTokenDispatcher
 from padded_dispatch.megatron.experts import StackedExperts, chosen_experts
-from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.router import select_after_counting
 from padded_dispatch.utils.patches import Patches
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron.compat import forget_moe_state
-from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs
+from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
 from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.telemetry import Telemetry

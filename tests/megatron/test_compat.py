@@ -14,9 +14,8 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import padded_dispatch
-from padded_dispatch.megatron import PaddedOptions, install, uninstall
+from padded_dispatch.megatron import PaddedOptions, guard, install, uninstall
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
-from padded_dispatch.megatron.graphs import guard
 from tests.support import tiny
 
 PACKAGE = Path(padded_dispatch.__file__).parent

@@ -16,7 +16,7 @@ from torch import Tensor
 from padded_dispatch.megatron import schedule
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.schedule import adapted, check_packed
-from tests.megatron.graphs.test_capture import training_of, unreachable
+from tests.megatron.test_graphs import training_of, unreachable
 from tests.support import tiny
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.packed_sequences import packed

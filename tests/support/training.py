@@ -47,8 +47,8 @@ from padded_dispatch.megatron.compat import (
     put_logged_back,
     training_stream,
 )
-from padded_dispatch.megatron.graphs.capture import IterationGraph, release
-from padded_dispatch.megatron.graphs.guard import forget_iterations
+from padded_dispatch.megatron.graphs import IterationGraph, release
+from padded_dispatch.megatron.guard import forget_iterations
 from padded_dispatch.megatron.retry import RandomStates, without_graphs
 from padded_dispatch.megatron.telemetry import Telemetry, padded_moe_layers
 from padded_dispatch.utils.patches import Patches

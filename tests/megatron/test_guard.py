@@ -17,8 +17,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaGraphRunner
 
-from padded_dispatch.megatron import PaddedOptions, compat, install, padded_spec, uninstall
-from padded_dispatch.megatron.graphs import guard
+from padded_dispatch.megatron import PaddedOptions, compat, guard, install, padded_spec, uninstall
 from tests.gpu.table import TRAINING
 from tests.support import tiny
 from tests.support.training import Model, ways_agree, with_changes

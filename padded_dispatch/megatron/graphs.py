@@ -26,9 +26,9 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from padded_dispatch.config import require
+from padded_dispatch.megatron import guard
 from padded_dispatch.megatron.compat import graph_scopes
 from padded_dispatch.megatron.dispatcher import device_of
-from padded_dispatch.megatron.graphs import guard
 from padded_dispatch.megatron.retry import RandomStates
 
 
@@ -53,7 +53,7 @@ class LayerGraphs:
     """CUDA graphs of a model's layers: forward and backward, for each microbatch in flight.
 
     Megatron replays them in training mode; evaluation is eager. Layers with a padded dispatcher are
-    guarded: see `padded_dispatch.megatron.graphs.guard`. All ranks must call all methods.
+    guarded: see `padded_dispatch.megatron.guard`. All ranks must call all methods.
 
     Args:
         chunks: the model's chunks on this rank, each in Megatron's DistributedDataParallel.

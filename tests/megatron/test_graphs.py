@@ -16,9 +16,9 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
+from padded_dispatch.megatron import guard
 from padded_dispatch.megatron.dispatcher import _PLAN_TENSORS
-from padded_dispatch.megatron.graphs import guard
-from padded_dispatch.megatron.graphs.capture import IterationGraph, LayerGraphs, check_random_states
+from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs, check_random_states
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.training import (
     Model,
