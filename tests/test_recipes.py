@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from padded_dispatch.megatron import LayerGraphs, install
 from padded_dispatch.megatron.compat import captures_moe
-from padded_dispatch.megatron.fields import REFUSED
+from padded_dispatch.megatron.config import REFUSED
 from padded_dispatch.megatron.run import read
 from tests.test_readme import blocks
 

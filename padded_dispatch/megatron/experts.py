@@ -44,8 +44,7 @@ from padded_dispatch.megatron.compat import (
     captures,
     captures_iteration,
 )
-from padded_dispatch.megatron.config import padded_options, refusals
-from padded_dispatch.megatron.fields import Refused
+from padded_dispatch.megatron.config import Refused, padded_options, refusals
 from padded_dispatch.megatron.stacked_linear import Offsets, StackedLinear
 from padded_dispatch.utils.phases import is_capturing
 

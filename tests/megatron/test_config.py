@@ -15,13 +15,15 @@ from padded_dispatch.config import NO_DROP, DispatchConfig
 from padded_dispatch.megatron import options
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.config import (
+    KEPT,
+    REFUSED,
+    REPLACED,
     check_config,
     check_experts,
     check_pipeline,
     dispatch_config,
     take_over,
 )
-from padded_dispatch.megatron.fields import KEPT, REFUSED, REPLACED
 from padded_dispatch.utils.logs import log_once
 
 INSTALLED = f"{package_info.MAJOR}.{package_info.MINOR}"
