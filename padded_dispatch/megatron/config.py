@@ -17,14 +17,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.config import (
-    FIT,
-    NO_DROP,
-    CapacityFactor,
-    CapacityPool,
-    DispatchConfig,
-    require,
-)
+from padded_dispatch.config import NO_DROP, CapacityPool, DispatchConfig, require
 from padded_dispatch.megatron.compat import captures, captures_iteration
 from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.utils.logs import log_once
@@ -180,13 +173,11 @@ def check_config(config: Any) -> None:
         raise ValueError("\n".join(["the padded dispatcher does not support", *refused]))
     if _read(config, "num_moe_experts"):
         _check_layers(config, options)
-        for training in (True, False):
-            dispatch_config(
-                config,
-                num_ranks=_read(config, "expert_model_parallel_size") or 1,
-                etp_size=_read(config, "expert_tensor_parallel_size") or 1,
-                training=training,
-            )
+        dispatch_config(
+            config,
+            num_ranks=_read(config, "expert_model_parallel_size") or 1,
+            etp_size=_read(config, "expert_tensor_parallel_size") or 1,
+        )
 
 
 def _refused_graphs(config: Any) -> list[str]:
@@ -355,32 +346,27 @@ def check_experts(experts: Any) -> None:
 
 
 def dispatch_config(
-    config: Any,
-    *,
-    num_ranks: int,
-    etp_size: int,
-    capacity_pool: CapacityPool = "expert",
-    layer_number: int | None = None,
-    training: bool = True,
+    config: Any, *, num_ranks: int, etp_size: int, capacity_pool: CapacityPool = "expert"
 ) -> DispatchConfig:
-    """Return the settings that decide our shapes, read from Megatron's config and its options.
+    """Return the settings that decide our shapes, read from Megatron's config.
 
     Args:
         config: a TransformerConfig that `check_config` has passed.
         num_ranks: ranks in the expert-parallel group (R).
         etp_size: ranks that split every expert.
         capacity_pool: see `chosen_experts`, which replaces "auto" of the options.
-        layer_number: see `number_in_model`; None before the layer has its number.
-        training: False for evaluation, see `eval_factor`.
 
     Raises:
         ValueError: see `DispatchConfig`; it names Megatron's fields.
     """
+    factor = config.moe_expert_capacity_factor
+    # `TransformerConfig.__post_init__` replaces a negative factor by None, but not one set later.
+    factor = NO_DROP if factor is None or factor < 0 else factor
     try:
         return DispatchConfig(
             num_experts=config.num_moe_experts,
             top_k=config.moe_router_topk,
-            capacity_factor=_factor(config, layer_number, training),
+            capacity_factor=factor,
             alignment=_alignment(config),
             capacity_pool=capacity_pool,
             policy=config.moe_token_drop_policy,
@@ -389,25 +375,6 @@ def dispatch_config(
         )
     except ValueError as error:
         raise ValueError(_MEGATRONS.sub(lambda name: _NAMES[name[0]], str(error))) from None
-
-
-def _factor(config: Any, layer_number: int | None, training: bool) -> CapacityFactor:
-    """Return the capacity factor of a layer.
-
-    Without `eval_factor`, sizes of evaluation passes follow from the routing (`FIT`), unless graphs
-    of a full iteration capture evaluation, too. Graphs of layers are replayed in training only (for
-    `local` ones `guard` ensures it).
-    """
-    options = padded_options(config)
-    if not training and options.eval_factor is not None:
-        return options.eval_factor
-    if not training and not captures_iteration(config):
-        return FIT
-    if layer_number is not None and layer_number in options.layer_factors:
-        return options.layer_factors[layer_number]
-    factor = config.moe_expert_capacity_factor
-    # `TransformerConfig.__post_init__` replaces a negative factor by None, but not one set later.
-    return NO_DROP if factor is None or factor < 0 else factor
 
 
 def _alignment(config: Any) -> int:

@@ -1,13 +1,12 @@
 """The configs of one layer, and which one applies now."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
 
 from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
-from padded_dispatch.megatron.compat import capturing
+from padded_dispatch.megatron.compat import captures_iteration, capturing
 from padded_dispatch.megatron.config import dispatch_config, padded_options
 
 
@@ -20,7 +19,6 @@ class LayerConfigs:
     Attributes:
         training: the config of training passes.
         evaluation: the config of evaluation passes.
-        generation: the config of text generation in a CUDA graph.
         has_context: whether the layer was last called with an `inference_context`.
         has_telemetry: whether a `Telemetry` reads what this layer drops.
         has_retry: whether a `Retry` repeats steps in which this layer drops.
@@ -31,18 +29,27 @@ class LayerConfigs:
     """
 
     def __init__(self, config: Any, **sizes: Any) -> None:
-        self._translate = functools.partial(dispatch_config, config, **sizes)
-        self._options = padded_options(config)
+        self._config, self._sizes, self._options = config, sizes, padded_options(config)
         self.has_telemetry = self.has_retry = self.has_context = False
         self.router: Any = None
-        self.find_factors(None)
+        self.find_factors(0)  # The layer has no number yet.
 
-    def find_factors(self, layer_number: int | None) -> None:
-        """Look up the factors of the layer with this number in the model."""
-        translate = functools.partial(self._translate, layer_number=layer_number)
-        self.training, self.evaluation = translate(), translate(training=False)
-        self.generation = dataclasses.replace(self.training, capacity_factor=NO_DROP)
-        self._fitting = dataclasses.replace(self.training, capacity_factor=FIT)
+    def find_factors(self, layer_number: int) -> None:
+        """Look up the factors of the layer with this number in the model.
+
+        Without `eval_factor`, sizes of evaluation passes follow from the routing (`FIT`), unless
+        graphs of a full iteration capture evaluation, too. Graphs of layers are replayed in
+        training only (for `local` ones `guard` ensures it).
+        """
+        config = dispatch_config(self._config, **self._sizes)
+        factor = self._options.layer_factors.get(layer_number, config.capacity_factor)
+        in_evaluation = self._options.eval_factor
+        if in_evaluation is None:
+            in_evaluation = factor if captures_iteration(self._config) else FIT
+        self.training, self.evaluation, self._generation, self._fitting = (
+            dataclasses.replace(config, capacity_factor=each)
+            for each in (factor, in_evaluation, NO_DROP, FIT)
+        )
 
     @property
     def current(self) -> DispatchConfig:
@@ -56,7 +63,7 @@ class LayerConfigs:
         if self.in_training:
             return self.training
         if eval_factor in (None, FIT) and self.generates:
-            return self.generation if capturing() else self._fitting
+            return self._generation if capturing() else self._fitting
         return self.training if eval_factor is None and capturing() else self.evaluation
 
     @property
