@@ -48,11 +48,6 @@ class Snapshots:
     evaluation: Snapshot
 
 
-# Figures of single layers, the most telling first; see `scalars`. Stores and cells lack some.
-_OF_LAYERS = "dropped", "again", "needed_factor", "fill"
-_OF_LAYERS += "expert_overload", "rank_overload", "lost_tokens"
-
-
 def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float]:
     """Return the figures of snapshots, named like Megatron's MoE metrics.
 
@@ -61,8 +56,7 @@ def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float
 
     Args:
         snapshots: the result of `Telemetry.step` or `Telemetry.read`.
-        per_layer: also return `moe/dropped_layer_0` and so on, at most 2 * K names per layer;
-            layers count from 0, as Megatron's.
+        per_layer: also return `moe/dropped_layer_0` and so on; layers count from 0, as Megatron's.
     """
     found = {}
     for prefix, snapshot in (("moe", snapshots.training), ("moe-held-out", snapshots.evaluation)):
@@ -70,9 +64,9 @@ def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float
         found |= {f"{prefix}/{name}": value for name, value in figures.items()}
         if figures and per_layer:
             columns = snapshot.figures_of_layers()
-            known = [name for name in _OF_LAYERS if name in columns]
-            for name in known[: 2 * snapshot.top_k]:
-                for number, value in zip(columns["layer"], columns[name], strict=True):
+            numbers = columns.pop("layer")
+            for name, column in columns.items():
+                for number, value in zip(numbers, column, strict=True):
                     found[f"{prefix}/{name}_layer_{int(number) - 1}"] = value
     return found
 
