@@ -30,6 +30,7 @@ from megatron.core.utils import get_model_config
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron.config import is_ours, last_layer, padded_options
+from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
 from padded_dispatch.recorder import RoutingBuffer, TraceRecorder, steps_apart
@@ -80,7 +81,7 @@ class _Run:
         self._recorder = self._record(config, step)
         if self._recorder is not None:  # Close it also after an error, and when the process ends.
             weakref.finalize(self, self._recorder.close)
-        self._retry: Any = None
+        self._retry: Retry | None = None
         self._num_retried = 0
         self._shown: dict[str, float] = {}
 
@@ -88,13 +89,9 @@ class _Run:
         """Return the function for the passes of the next step."""
         if self._options.on_overflow != "retry":
             return forward_backward_func
-        from padded_dispatch.megatron.retry import Retry
-
-        previous = self._retry
-        if previous is None or previous.forward_backward_func is not forward_backward_func:
-            self._retry = retry = Retry(forward_backward_func, self.chunks)
-            if previous is not None:
-                retry.num_steps, retry.num_retried = previous.num_steps, previous.num_retried
+        if self._retry is None:
+            self._retry = Retry(forward_backward_func, self.chunks)
+        self._retry.forward_backward_func = forward_backward_func
         return self._retry
 
     def after_step(self, step: int) -> None:
@@ -202,11 +199,7 @@ def follow_training() -> None:
         return  # Not imported, or only in part.
     loop = _Loop(training)
     for name in ("train_step", "training_log", "checkpoint_and_decide_exit"):
-        if hasattr(training, name):
-            PATCHED.wrap(training, name, _by_name(getattr(loop, name)))
-        else:
-            lost = "some figures, retries or traces are missing in Megatron-LM's loop, "
-            log_once(f"{lost}because it has no {_MODULE}.{name}", logging.WARNING)
+        PATCHED.wrap(training, name, _by_name(getattr(loop, name)))
 
 
 def _by_name(
@@ -240,16 +233,14 @@ class _Loop:
 
     def train_step(self, call: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Run one step."""
-        steps_done = arguments.get("iteration")
-        if steps_done is None:
-            steps_done = self._training.get_args().curr_iteration
+        steps_done = self._training.get_args().curr_iteration
         run = self._run_of(arguments["model"], arguments["optimizer"], steps_done)
         if run is None:
             return call()
         arguments["forward_backward_func"] = run.before_step(arguments["forward_backward_func"])
         result = call()
         run.after_step(steps_done + 1)
-        if any(result[3:4]):  # Megatron's rerun state machine ends the run behind this step.
+        if result[3]:  # Megatron's rerun state machine ends the run behind this step.
             self._end()
         return result
 
@@ -258,11 +249,11 @@ class _Loop:
         run, step = self._run, arguments["iteration"]
         if run is None:
             return call()
-        sums, skipped = arguments["total_loss_dict"], bool(arguments.get("skipped_iter"))
+        sums, skipped = arguments["total_loss_dict"], bool(arguments["skipped_iter"])
         for name, loss in arguments["loss_dict"].items():
             if not skipped and name not in sums:  # Megatron exports the first entry as the loss.
                 sums[name] = torch.zeros_like(loss, dtype=torch.float32)
-        first = bool(arguments.get("is_first_iteration"))
+        first = arguments.get("is_first_iteration", False)
         reading = run.before_log(sums, step, skipped=skipped, first=first)
         result = call()
         if reading is not None:

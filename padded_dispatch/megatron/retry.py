@@ -70,7 +70,6 @@ class Retry:
         self.chunks = chunks
         self.num_steps = 0
         self.num_retried = 0
-        self._eager = uncaptured(forward_backward_func)
         self._layers = [m for chunk in chunks for m in chunk.modules() if is_padded(m)]
         dispatchers = [layer.token_dispatcher for layer in self._layers]
         for dispatcher in dispatchers:
@@ -103,7 +102,8 @@ class Retry:
         first_counts = Copies(t for counters in self._counters for t in counters.tensors())
         start.restore()
         with without_graphs(self.chunks), dropping_nothing(self._layers):
-            results = self._eager(**{**kwargs, "data_iterator": replay(recorded)})
+            again = uncaptured(self.forward_backward_func)
+            results = again(**{**kwargs, "data_iterator": replay(recorded)})
         self.num_retried += 1
         self._note(num_dropped)
         still_dropped = self._dropped_since(dropped_before)

@@ -206,7 +206,7 @@ def test_retries_go_on_where_the_forward_backward_function_changes(loop):
     training.schedule = functools.partial(training.schedule)
     step(loop, training, 1)
     first, second = loop.calls
-    assert second.forward_backward_func is training.schedule is not first.forward_backward_func
+    assert first is second and second.forward_backward_func is training.schedule
     assert (second.num_retried, second.num_steps) == (2, 2)
     assert loop.tensorboard.scalars["moe/retried_steps"] == [(1, 1.0), (2, 2.0)]
 
@@ -271,7 +271,7 @@ def test_a_stage_without_layers_follows_those_that_have_some(pool2):
     assert pool2.run(_follows, None) == [False, False]
 
 
-def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, monkeypatch, caplog):
+def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, monkeypatch):
     monkeypatch.delitem(sys.modules, MODULE)
     install()
     assert MODULE not in sys.modules
@@ -284,15 +284,6 @@ def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, m
     assert loop.train_step is followed
     uninstall()
     assert loop.train_step is stock
-    for name in NAMES:
-        delattr(loop, name)
-    log_once.cache_clear()
-    install()
-    assert not any(hasattr(loop, name) for name in NAMES)
-    lost = "some figures, retries or traces are missing in Megatron-LM's loop, because it has no "
-    assert [text for text in caplog.messages if text.startswith("some figures")] == [
-        f"{lost}{MODULE}.{name}" for name in NAMES
-    ]
 
 
 @pytest.mark.parametrize(("interval", "read"), [(2, [1, 2, 4, 6]), (1, [1, 2, 3, 4, 5, 6])])
