@@ -19,12 +19,22 @@ from pathlib import Path
 
 from padded_dispatch.megatron.options import PaddedOptions, add_arguments, from_arguments
 
+_PARSER = argparse.ArgumentParser(
+    prog="python -m padded_dispatch.megatron.run",
+    usage="python -m padded_dispatch.megatron.run [OPTIONS] SCRIPT [OPTIONS AND ARGUMENTS]",
+    description="Run a Megatron-LM script, such as pretrain_gpt.py. Options of the padded "
+    "dispatcher may stand anywhere on the line; all else goes to the script.",
+    add_help=False,  # Behind the script, --help is the script's.
+    allow_abbrev=False,  # A flag of the script may be the beginning of one of ours.
+)
+add_arguments(_PARSER)
+
 
 def main() -> None:
     """Install, then run the script as if it had been started directly."""
     options, script, arguments = read(sys.argv[1:])
     if not Path(script).is_file():
-        _parser().error(f"SCRIPT must be an existing file, got {script!r}; start it in its folder")
+        _PARSER.error(f"SCRIPT must be an existing file, got {script!r}; start it in its folder")
     sys.argv = [script, *arguments]
     # Like `python SCRIPT`, which puts the script's folder first.
     sys.path.insert(0, str(Path(script).resolve().parent))
@@ -43,38 +53,24 @@ def read(argv: list[str]) -> tuple[PaddedOptions, str, list[str]]:
     Raises:
         SystemExit: for `--help` before the script, and for mistakes.
     """
-    parser = _parser()
-    given, words = parser.parse_known_args(argv)
+    given, words = _PARSER.parse_known_args(argv)
     if words[:1] in (["-h"], ["--help"]):
-        parser.print_help()
-        parser.exit()
+        _PARSER.print_help()
+        _PARSER.exit()
     if not words:
-        parser.error("SCRIPT must be given, for example pretrain_gpt.py")
+        _PARSER.error("SCRIPT must be given, for example pretrain_gpt.py")
     script, *arguments = words
     padded = [word for word in words if word.startswith("--padded-")]
     unknown = [word for word in padded if not word.startswith("--padded-vocab-size")]  # Megatron's.
     if unknown:
         rule = "must be an option of the padded dispatcher, and stand before any '--'"
-        parser.error(f"{unknown[0]} {rule}; see --help")
+        _PARSER.error(f"{unknown[0]} {rule}; see --help")
     if script.startswith("-"):
-        parser.error(f"SCRIPT must stand before its own arguments, got {script!r} first")
+        _PARSER.error(f"SCRIPT must stand before its own arguments, got {script!r} first")
     try:
         return from_arguments(given), script, arguments
     except ValueError as error:
-        parser.error(str(error))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m padded_dispatch.megatron.run",
-        usage="python -m padded_dispatch.megatron.run [OPTIONS] SCRIPT [OPTIONS AND ARGUMENTS]",
-        description="Run a Megatron-LM script, such as pretrain_gpt.py. Options of the padded "
-        "dispatcher may stand anywhere on the line; all else goes to the script.",
-        add_help=False,  # Behind the script, --help is the script's.
-        allow_abbrev=False,  # A flag of the script may be the beginning of one of ours.
-    )
-    add_arguments(parser)
-    return parser
+        _PARSER.error(str(error))
 
 
 if __name__ == "__main__":
