@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.fp4_utils import get_fp4_align_size
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import NO_DROP, CapacityPool, DispatchConfig, require
@@ -387,16 +389,8 @@ def _alignment(config: Any) -> int:
     fp8, fp4 = _own_recipes(_read(config, "quant_recipe"))
     fp8 += [config.fp8_recipe] if config.fp8 else []
     fp4 += [config.fp4_recipe] if config.fp4 else []
-    sizes = [1]
-    if fp8:
-        from megatron.core.fp8_utils import get_fp8_align_size
-
-        sizes += map(get_fp8_align_size, fp8)
-    if fp4:
-        from megatron.core.fp4_utils import get_fp4_align_size
-
-        sizes += map(get_fp4_align_size, fp4)
-    return max(sizes)
+    sizes = *map(get_fp8_align_size, fp8), *map(get_fp4_align_size, fp4)
+    return max(sizes, default=1)
 
 
 def _own_recipes(quant_recipe: Any) -> tuple[list[Any], list[Any]]:
