@@ -37,7 +37,7 @@ def read_factor(text: str) -> CapacityFactor:
     """Parse a capacity factor: a number above 0, `no-drop`, or `fit`.
 
     Raises:
-        ValueError: shows the text and what to give.
+        ArgumentTypeError: shows the text and what to give; argparse adds the flag.
     """
     if text in (FIT, _NO_DROP_TEXT):
         return FIT if text == FIT else NO_DROP
@@ -46,7 +46,8 @@ def read_factor(text: str) -> CapacityFactor:
     except ValueError:
         factor = math.nan
     if not 0 < factor < math.inf:
-        raise ValueError(f"must be a number above 0 or '{_NO_DROP_TEXT}', got {text!r}")
+        rule = f"must be a number above 0 or '{_NO_DROP_TEXT}'"
+        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
     return factor
 
 
@@ -54,14 +55,15 @@ def read_factor_table(text: str) -> dict[int, CapacityFactor]:
     """Parse `3:1.5,7:no-drop`; `none` and empty text are an empty table.
 
     Raises:
-        ValueError: shows the text and what to give.
+        ArgumentTypeError: shows the text and what to give; argparse adds the flag.
     """
     table: dict[int, CapacityFactor] = {}
     for part in [] if text in ("", "none") else text.split(","):
         key, colon, factor = part.partition(":")
         number = int(key) if key.strip().isdecimal() else 0
         if not colon or number < 1 or number in table:
-            raise ValueError(f"must be LAYER:FACTOR,... from layer 1 on, each once, got {text!r}")
+            rule = "must be LAYER:FACTOR,... from layer 1 on, each once"
+            raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
         table[number] = read_factor(factor)
     return table
 
@@ -211,7 +213,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, bare: tuple[str, ...] = ()
         group.add_argument(
             flag(f"padded_{option.name}"),
             *([f"--{option.name}"] if option.name in bare else []),
-            type=_parser(option.metadata.get("read", type(default))),
+            type=option.metadata.get("read", type(default)),
             default=default,
             choices=option.metadata.get("choices"),
             metavar=None if "choices" in option.metadata else option.name.upper(),
@@ -228,21 +230,6 @@ def from_arguments(arguments: argparse.Namespace) -> PaddedOptions:
 def padded_flags() -> AbstractContextManager[None]:
     """Let errors name the flag of an option in place of the option."""
     return errors_name_flags(_NAMES, prefix="padded_")
-
-
-def _parser(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Wrap `read` for argparse, so that argparse shows the text of its error with the flag."""
-
-    def parse(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            words = str(error)
-            if not words.startswith("must"):
-                words = f"must be of type {read.__name__}, got {text!r}"
-            raise argparse.ArgumentTypeError(words) from None
-
-    return parse
 
 
 _DEFAULTS = PaddedOptions()

@@ -121,7 +121,7 @@ def test_a_threshold_has_no_meaning_where_steps_are_repeated():
             "0:2",
             "must be LAYER:FACTOR,... from layer 1 on, each once, got '0:2'",
         ),
-        ("--padded-overflow-threshold", "x", "must be of type float, got 'x'"),
+        ("--padded-overflow-threshold", "x", "invalid float value: 'x'"),
     ],
 )
 def test_a_wrong_flag_is_named_with_what_to_give(capsys, flag, text, complaint):
@@ -134,10 +134,14 @@ def test_a_table_of_factors():
     assert read_factor_table("3:1.5,10:no-drop") == {3: 1.5, 10: NO_DROP}
     assert read_factor_table("") == read_factor_table("none") == {}
     for text in ("3:1,3:2", "x:1", ":1", "1.5", "0:1"):
-        with pytest.raises(ValueError, match=f"^must be LAYER:FACTOR,.* got {text!r}$"):
+        with pytest.raises(
+            argparse.ArgumentTypeError, match=f"^must be LAYER:FACTOR,.* got {text!r}$"
+        ):
             read_factor_table(text)
     for factor in ("", "0", "-1", "nan"):
-        with pytest.raises(ValueError, match=f"^must be a number above 0 .*got {factor!r}"):
+        with pytest.raises(
+            argparse.ArgumentTypeError, match=f"^must be a number above 0 .*got {factor!r}"
+        ):
             read_factor_table(f"3:{factor}")
 
 
