@@ -199,28 +199,24 @@ def follow_training() -> None:
         return  # Not imported, or only in part.
     loop = _Loop(training)
     for name in ("train_step", "training_log", "checkpoint_and_decide_exit"):
-        PATCHED.wrap(training, name, _by_name(getattr(loop, name)))
+        PATCHED.wrap(training, name, functools.partial(_by_name, getattr(loop, name)))
 
 
 def _by_name(
-    replacement: Callable[[Callable[[], Any], dict[str, Any]], Any],
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper that runs `replacement` in place of the function.
+    replacement: Callable[[Callable[[], Any], dict[str, Any]], Any], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a function that runs `replacement` in place of `function`.
 
     It gets a callable that calls the function, and the arguments by name, to read or change.
     """
+    signature = inspect.signature(function)
 
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
+    @functools.wraps(function)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        return replacement(lambda: function(*bound.args, **bound.kwargs), bound.arguments)
 
-        @functools.wraps(function)
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            return replacement(lambda: function(*bound.args, **bound.kwargs), bound.arguments)
-
-        return followed
-
-    return wrap
+    return followed
 
 
 class _Loop:

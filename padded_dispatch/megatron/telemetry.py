@@ -135,7 +135,7 @@ class Telemetry:
             rule = f"name layers with experts, {self.layers}, by Megatron's numbers"
             require(applies, "layer_factors", factors, rule, f"leave out layer {number}")
         logs, device = dist.get_rank() == 0, device_of(chunks)
-        self._reader = Reader(local, settings, [None], device, step, logs=logs)
+        self._reader = Reader(local, settings, [None], device, logs=logs)
         for layer in local.values():
             layer.token_dispatcher.configs.has_telemetry = True
         self._reader.finish(self._reader.start(step))
@@ -193,7 +193,6 @@ class Reader:
         settings: settings of the layers of all ranks of the groups, by number.
         groups: `start` sums over each, one after the other; None is the group of all ranks.
         device: device of the counters.
-        step: steps done already.
         logs: whether this rank logs warnings.
     """
 
@@ -203,7 +202,6 @@ class Reader:
         settings: dict[int, "LayerSettings"],
         groups: list[Any],
         device: torch.device,
-        step: int,
         *,
         logs: bool,
     ) -> None:
@@ -215,7 +213,7 @@ class Reader:
         own_shares = [one.config.share(1) for one in settings.values()]
         shares = [one.shares_per_token for one in settings.values()]
         self._shares_per_token = np.array([shares, own_shares], dtype=np.int64)
-        self._read_step = step
+        self._read_step = 0
         num_totals, num_ranks = self.settings.num_totals, self.settings.config.num_ranks
         # Training and evaluation, Y, W.
         self._sums_shape = 2, len(self._layers), num_totals + num_ranks

@@ -90,7 +90,6 @@ class Watch:
                 {number: LayerSettings.of(layer) for number, layer in sorted(local.items())},
                 [group for group in groups if group is not None and group.size() > 1],
                 dispatcher.counters.totals.device,
-                0,
                 logs=dispatcher._logs,
             )
         self._pending.append(self._reader.start(self.num_steps))
