@@ -386,21 +386,15 @@ def _alignment(config: Any) -> int:
     and for fp4 it depends on the recipe. Megatron's own alignment leaves out the recipes of single
     modules in `quant_recipe`.
     """
-    fp8, fp4 = _own_recipes(_read(config, "quant_recipe"))
-    fp8 += [config.fp8_recipe] if config.fp8 else []
-    fp4 += [config.fp4_recipe] if config.fp4 else []
-    sizes = *map(get_fp8_align_size, fp8), *map(get_fp4_align_size, fp4)
-    return max(sizes, default=1)
-
-
-def _own_recipes(quant_recipe: Any) -> tuple[list[Any], list[Any]]:
-    """Return the fp8 and the fp4 recipes in a `quant_recipe`; none if it has no `configs`."""
-    settings = getattr(quant_recipe, "configs", None) or {}
+    configs = getattr(_read(config, "quant_recipe"), "configs", None) or {}  # By module.
     kinds = "training_recipe", "evaluation_recipe"
-    recipes = [setting.get(kind) or {} for setting in settings.values() for kind in kinds]
-    names = "fp8_quantization_recipe", "fp4_quantization_recipe"
-    fp8, fp4 = ([recipe[name] for recipe in recipes if recipe.get(name)] for name in names)
-    return fp8, fp4
+    of_modules = [each.get(kind) or {} for each in configs.values() for kind in kinds]
+    sizes = [1]
+    for name, alignment in (("fp8", get_fp8_align_size), ("fp4", get_fp4_align_size)):
+        recipes = [recipe.get(f"{name}_quantization_recipe") for recipe in of_modules]
+        recipes += [getattr(config, f"{name}_recipe")] if getattr(config, name) else []
+        sizes += [alignment(recipe) for recipe in recipes if recipe]
+    return max(sizes)
 
 
 def _read(config: Any, name: str) -> Any:
