@@ -255,28 +255,22 @@ def last_layer(config: Any) -> int:
 
 
 def _check_layers(config: Any, options: PaddedOptions) -> None:
-    """Raise if `layer_factors` names a layer that the model does not have, or a dense one.
+    """Raise if `layer_factors` names layers that the model does not have, or dense ones.
 
     The config of a hybrid stack does not show how many layers predict each further token, so there
     no number is too large.
     """
     hybrid = _read(config, "is_hybrid_model") and _read(config, "mtp_num_layers")
-    last = last_layer(config)
-    for number in options.layer_factors:
-        require(
-            hybrid or number <= last,
-            "layer_factors",
-            options.layer_factors,
-            f"name layers from 1 to {last}, the layers of the model",
-            f"leave out layer {number}",
-        )
-        require(
-            not _is_dense(config, number),
-            "layer_factors",
-            options.layer_factors,
-            f"name layers with experts, as moe_layer_freq={config.moe_layer_freq} has them",
-            f"leave out layer {number}",
-        )
+    last, factors = last_layer(config), options.layer_factors
+    wrong = [n for n in factors if (n > last and not hybrid) or _is_dense(config, n)]
+    require(
+        not wrong,
+        "layer_factors",
+        factors,
+        f"name layers with experts, from 1 to {last}, as moe_layer_freq={config.moe_layer_freq} "
+        "has them",
+        f"leave out {', '.join(f'layer {number}' for number in wrong)}",
+    )
 
 
 def _is_dense(config: Any, number: int) -> bool:

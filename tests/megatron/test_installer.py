@@ -81,16 +81,15 @@ def test_options_of_another_type_are_rejected_at_once(given):
     ("options", "fields", "words"),
     [
         (
-            {"layer_factors": {1: 2.0, 9: 1.5}},
+            {"layer_factors": {1: 2.0, 9: 1.5, 7: 1.5}},
             {"num_layers": 2},
-            "^layer_factors must name layers from 1 to 2, the layers of the model, got .*; "
-            "leave out layer 9$",
+            "^layer_factors must name layers with experts, from 1 to 2, as moe_layer_freq=1 has "
+            "them, got .*; leave out layer 9, layer 7$",
         ),
         (
             {"layer_factors": {2: 1.5}},
             {"num_layers": 2, "moe_layer_freq": [1, 0]},
-            r"^layer_factors must name layers with experts, as moe_layer_freq=\[1, 0\] has them, "
-            "got .*; leave out layer 2$",
+            r"^layer_factors must .* as moe_layer_freq=\[1, 0\] has them, .*; leave out layer 2$",
         ),
         (
             {"layer_factors": {1: 2.0, 3: 1.5, 4: 1.5}},
@@ -136,7 +135,7 @@ def test_factors_of_all_layers_with_experts_are_accepted():
     repeated.padded_dispatch = PaddedOptions(layer_factors={3: 2.0})
     check_config(repeated)
     repeated.mtp_use_repeated_layer = True  # Some versions lack it.
-    with pytest.raises(ValueError, match=r"^layer_factors must name layers from 1 to 2, .* 3$"):
+    with pytest.raises(ValueError, match=r"^layer_factors must name .* from 1 to 2, .* 3$"):
         check_config(repeated)
     repeated.is_hybrid_model = True  # In its pattern "E/*E/*E" the last E is layer 1 + 2.
     check_config(repeated)
