@@ -112,31 +112,29 @@ class _Run:
             kept = f"the trace has the last {recorded} micro-batches of each step"
             log_once(f"{kept}, as many as its first step had", logging.WARNING)
 
-    def before_log(
-        self, total_loss_dict: dict[str, Any], step: int, *, skipped: bool, first: bool
-    ) -> Snapshots | None:
-        """Put the last figures into Megatron's line of a step, if it is about to print one.
+    def log(self, call: Callable[[], Any], arguments: dict[str, Any]) -> Any:
+        """Log a step by `call`, with the last figures in the line if Megatron is to print one.
 
-        Args:
-            total_loss_dict: Megatron's sums of losses since the last line. It prints them divided
-                by the number of steps; 0.16.1 leaves out zeros.
-            step: steps done.
-            skipped: the step updated no weights, so it does not count in the means.
-            first: the first step, which always has a line.
-
-        Returns:
-            The figures, for `follow` once the line is printed; None without a line.
+        `arguments` are those of `training_log`. It prints `total_loss_dict`, sums since the last
+        line, divided by the number of steps that updated weights; 0.16.1 leaves out zeros.
         """
-        if step % self._args.log_interval != 0 and not first:
-            return None
+        sums, skipped = arguments["total_loss_dict"], bool(arguments["skipped_iter"])
+        for name, loss in arguments["loss_dict"].items():
+            if not skipped and name not in sums:  # Megatron exports the first entry as the loss.
+                sums[name] = torch.zeros_like(loss, dtype=torch.float32)
+        is_first = arguments.get("is_first_iteration", False)  # It always has a line.
+        if arguments["iteration"] % self._args.log_interval != 0 and not is_first:
+            return call()
         reading = self._telemetry.take()
         self._show(reading)
         if self._retry is not None:
             self._shown["moe/retried_steps"] = self._retry.num_retried
-        num_steps = max(1, total_loss_dict.get("advanced iterations", 0) + (not skipped))
+        num_steps = max(1, sums.get("advanced iterations", 0) + (not skipped))
         for name, figure in self._shown.items():
-            total_loss_dict[name] = torch.tensor([figure * num_steps], dtype=torch.float64)
-        return reading
+            sums[name] = torch.tensor([figure * num_steps], dtype=torch.float64)
+        result = call()
+        self.follow(reading)
+        return result
 
     def finish(self) -> None:
         """Show the last reading, after the last step."""
@@ -242,19 +240,7 @@ class _Loop:
 
     def training_log(self, call: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """Log one step."""
-        run, step = self._run, arguments["iteration"]
-        if run is None:
-            return call()
-        sums, skipped = arguments["total_loss_dict"], bool(arguments["skipped_iter"])
-        for name, loss in arguments["loss_dict"].items():
-            if not skipped and name not in sums:  # Megatron exports the first entry as the loss.
-                sums[name] = torch.zeros_like(loss, dtype=torch.float32)
-        first = arguments.get("is_first_iteration", False)
-        reading = run.before_log(sums, step, skipped=skipped, first=first)
-        result = call()
-        if reading is not None:
-            run.follow(reading)
-        return result
+        return call() if self._run is None else self._run.log(call, arguments)
 
     def checkpoint_and_decide_exit(self, call: Callable[[], Any], arguments: dict[str, Any]) -> Any:
         """End the run before the checkpoint of its last step, or when the loop ends early."""
