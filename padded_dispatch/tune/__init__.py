@@ -4,9 +4,8 @@ demand          counts the rows that a trace asks for
 replay          replays counts at any factor, exactly: cells, and the store
 cost            bytes of a factor; the drop of a perfectly balanced router
 recommend       the smallest factor that leaves few rows no room; a study of one trace
-settings        blocks to paste
 plots           figures of a study
-report          the text for the terminal, and the page
+report          the text for the terminal, the page, and settings to paste
 command         the command line
 
 Nothing here imports torch or Megatron; `padded_dispatch.trace` is the format of a trace.

@@ -2,6 +2,10 @@
 
 The page has a longer text, and figures. It is one file: figures are inline SVG, and no script, font
 or picture is loaded, so it opens without a network and can be mailed.
+
+Both end with settings to paste, which run as they are printed. They set no factor of evaluation,
+since eager evaluation drops nothing without one. A factor for cells is also right for stock
+drop-and-pad, whose capacity has the same definition.
 """
 
 import textwrap
@@ -9,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from padded_dispatch.tune.recommend import Study, percent
-from padded_dispatch.tune.settings import blocks
+from padded_dispatch.utils.flags import flag
 
 # A row of the terminal's table is the smallest factor that leaves no more without room than this.
 _SHARES = (0.3, 0.1, 0.05, 0.01, 0.001, 0.0)
@@ -101,6 +106,52 @@ def layer_table(study: Study) -> Table:
             row += [f"{advice.factor:g}", f"{advice.room:,}", halves]
         rows.append(tuple(row))
     return Table(headers=tuple(headers), rows=tuple(rows))
+
+
+def blocks(study: Study, *, per_layer: bool = False) -> dict[str, str]:
+    """Return blocks by title, for Megatron-LM's pretrain_gpt.py on all GPUs of a host, and Python.
+
+    Args:
+        study: its recommendation is used.
+        per_layer: write one factor for each layer, unless layers share a store.
+    """
+    factor, fields = f"{study.chosen.overall.factor:g}", options(study, per_layer=per_layer)
+    command = [
+        "torchrun --nproc-per-node auto -m padded_dispatch.megatron.run",
+        'pretrain_gpt.py "${ARGS[@]}"',
+        "--moe-token-dispatcher-type padded_alltoall",
+        f"--moe-expert-capacity-factor {factor}",
+        *(f"{flag(f'padded_{name}')} {_text(value)}" for name, value in fields.items()),
+    ]
+    lines = [
+        "from padded_dispatch.megatron import PaddedOptions, install",
+        "",
+        "install(PaddedOptions(",
+        *(f"    {name}={value!r}," for name, value in fields.items()),
+        "))",
+        "moe = dict(",
+        '    moe_token_dispatcher_type="padded_alltoall",',
+        f"    moe_expert_capacity_factor={factor},",
+        ")",
+    ]
+    shell = "Megatron-LM, with the flags of your model in the shell array ARGS"
+    python = "Python, before the config is made, which is TransformerConfig(..., **moe)"
+    return {shell: " \\\n  ".join(command), python: "\n".join(lines)}
+
+
+def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
+    """Return the fields of `PaddedOptions`; see `blocks`."""
+    fields: dict[str, Any] = {"capacity_pool": study.pool}
+    if per_layer and study.pool == "expert":
+        layers = study.chosen.layers.items()
+        fields["layer_factors"] = {layer: advice.factor for layer, advice in layers}
+    return fields
+
+
+def _text(value: str | dict[int, float]) -> str:
+    if isinstance(value, str):
+        return value
+    return ",".join(f"{number}:{factor:g}" for number, factor in value.items())
 
 
 def summary(study: Study, report: Path) -> str:

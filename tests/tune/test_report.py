@@ -12,6 +12,7 @@ from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import percent, study
 from padded_dispatch.tune.report import (
     Table,
+    blocks,
     factor_table,
     html,
     layer_table,
@@ -19,7 +20,6 @@ from padded_dispatch.tune.report import (
     summary,
     whole,
 )
-from padded_dispatch.tune.settings import blocks
 from tests.support.traces import synthetic_trace
 
 SIZES = dict(num_steps=40, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from padded_dispatch.megatron import PaddedOptions, run
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import Study, study
-from padded_dispatch.tune.settings import blocks, options
+from padded_dispatch.tune.report import blocks, options
 from tests.support.traces import synthetic_trace
 
 MODEL: dict[str, Any] = dict(
