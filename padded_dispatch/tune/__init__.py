@@ -1,8 +1,7 @@
 """Choose a capacity factor from the routing of a training run: `padded-dispatch tune`.
 
 demand          counts the rows that a trace asks for
-replay          replays counts at any factor, exactly: cells, and the store
-cost            bytes of a factor; the drop of a perfectly balanced router
+replay          replays counts at any factor, exactly: cells, and the store; bytes of a factor
 recommend       the smallest factor that leaves few rows no room; a study of one trace
 plots           figures of a study
 report          the text for the terminal, the page, and settings to paste

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from padded_dispatch.tune.cost import balanced_drop, kept_bytes
 from padded_dispatch.tune.demand import Demand, demand_of
 from padded_dispatch.tune.recommend import percent, recommend, study
-from padded_dispatch.tune.replay import POOLS, replay
+from padded_dispatch.tune.replay import POOLS, balanced_drop, kept_bytes, replay
 from tests.support.traces import of_run, synthetic_trace
 from tests.tune import test_replay
 

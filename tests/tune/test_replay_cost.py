@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from padded_dispatch.config import NO_DROP, DispatchConfig
-from padded_dispatch.tune.cost import balanced_drop, kept_bytes
+from padded_dispatch.tune.replay import balanced_drop, kept_bytes
 
 QWEN3 = dict(hidden_size=2048, fc1_width=2 * 768)
 
