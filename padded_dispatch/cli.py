@@ -28,7 +28,7 @@ _COMMANDS = {
         "train several contenders in the same processes",
     ),
     "bench": (
-        "bench.arguments:read_bench",
+        "bench.cases:read_bench",
         "bench.command:main",
         "measure one layer, ours beside Megatron's",
     ),

@@ -1,6 +1,6 @@
 """The layer benchmark: one MoE layer of Megatron-Core, forward and backward, ours beside stock.
 
-    flags -> cases, and how to measure them                arguments, cases, command
+    flags -> cases, and how to measure them                cases, command
       -> workers: process groups, case by case             command
          -> a layer with the case's dispatcher and routing layer
          -> milliseconds, memory, kernels by phase         measure

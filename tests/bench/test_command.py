@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch.bench import command
-from padded_dispatch.bench.arguments import read_bench
-from padded_dispatch.bench.cases import Case, routing_scores
+from padded_dispatch.bench.cases import Case, read_bench, routing_scores
 from padded_dispatch.bench.layer import build, stock_flags
 from padded_dispatch.bench.measure import Passes, batches
 from padded_dispatch.megatron import install, uninstall
