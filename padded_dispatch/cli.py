@@ -5,36 +5,34 @@ Without a subcommand it prints its help.
 """
 
 import argparse
-import difflib
 import importlib
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
+from pkgutil import resolve_name
 
 # By command: the function that reads the command line, the function that runs with the result, and
 # the help text. Reading does not import torch, so `--help` and a typo need not wait for it.
 _COMMANDS = {
     "train": (
-        "train.arguments:read",
-        "train.command:train",
+        "padded_dispatch.train.arguments:read",
+        "padded_dispatch.train.command:train",
         "train a small Mixture-of-Experts GPT",
     ),
     "compare": (
-        "train.arguments:read_compare",
-        "train.command:compare",
+        "padded_dispatch.train.arguments:read_compare",
+        "padded_dispatch.train.command:compare",
         "train several contenders in the same processes",
     ),
     "bench": (
-        "bench.cases:read_bench",
-        "bench.command:main",
+        "padded_dispatch.bench.cases:read_bench",
+        "padded_dispatch.bench.command:main",
         "measure one layer, ours beside Megatron's",
     ),
     "tune": (
-        "tune.command:read",
-        "tune.command:main",
+        "padded_dispatch.tune.command:read",
+        "padded_dispatch.tune.command:main",
         "choose a capacity factor from routing traces",
     ),
 }
@@ -61,22 +59,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     version = importlib.import_module("padded_dispatch").__version__
     parser.add_argument("--version", action="version", version=f"padded-dispatch {version}")
-    commands = parser.add_subparsers(metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command, (*_, help) in _COMMANDS.items():
         commands.add_parser(command, help=help, add_help=False)
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name.startswith("-"):
-        parser.parse_known_args([name])  # It exits for --help and --version.
-        parser.error(f"COMMAND must come first, got {name!r}; see --help")
-    if name not in _COMMANDS:
-        similar = difflib.get_close_matches(name, _COMMANDS, n=1)
-        fix = f"did you mean {similar[0]}?" if similar else "see --help"
-        parser.error(f"COMMAND must be one of {', '.join(_COMMANDS)}, got {name!r}; {fix}")
+    parser.parse_args([name])  # It exits for --help, --version and an unknown command.
     _ignore_expected_warnings()
     try:
         reader, command, _ = _COMMANDS[name]
-        given = _function(reader)(rest)
-        return _function(command)(given)
+        given = resolve_name(reader)(rest)
+        return resolve_name(command)(given)
     except ValueError as error:
         sys.stderr.write(f"padded-dispatch {name}: {error}\n")
         return 2
@@ -86,11 +78,6 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
             os._exit(end.code)
         raise
-
-
-def _function(place: str) -> Callable[..., Any]:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(f"padded_dispatch.{module}"), name)
 
 
 def _ignore_expected_warnings() -> None:

@@ -209,8 +209,8 @@ def commands(text: str) -> Iterator[str]:
 
 
 def test_commands_on_pages_parse_and_git_ignores_what_they_write(monkeypatch):
-    function = cli._function  # Read a command's line, and run nothing.
-    monkeypatch.setattr(cli, "_function", lambda p: function(p) if ":read" in p else lambda _: 0)
+    named = cli.resolve_name  # Read a command's line, and run nothing.
+    monkeypatch.setattr(cli, "resolve_name", lambda p: named(p) if ":read" in p else lambda _: 0)
     monkeypatch.setenv("PYTHONWARNINGS", "")  # The command changes it.
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert "/tune.html" in ignored
