@@ -9,7 +9,7 @@ from padded_dispatch.config import require
 from padded_dispatch.trace import Trace, load_traces
 from padded_dispatch.tune import plots, report
 from padded_dispatch.tune.demand import demand_of
-from padded_dispatch.tune.recommend import DROP, require_drop, study
+from padded_dispatch.tune.recommend import DROP, study
 from padded_dispatch.tune.replay import POOLS
 from padded_dispatch.utils.flags import Parser, errors_name_flags
 from padded_dispatch.utils.results import require_folder
@@ -52,7 +52,9 @@ def main(given: argparse.Namespace) -> int:
 
 def _tune(given: argparse.Namespace) -> int:
     # All that can be checked before the work is checked here.
-    require_drop(given.drop)
+    drop = given.drop
+    fix = f"for {drop:g} % set {drop / 100:g}" if 1 <= drop < 100 else ""
+    require(0 <= drop < 1, "drop", drop, "be a share from 0 to below 1", fix)
     for path in given.traces:
         if not path.exists():
             raise ValueError(
@@ -65,7 +67,7 @@ def _tune(given: argparse.Namespace) -> int:
     demand = demand_of(_load(given))
     found = study(
         demand,
-        given.drop,
+        drop,
         name=", ".join(path.name for path in given.traces),
         pools=(given.pool,) if given.pool else POOLS,
         store_layers=given.store_layers,

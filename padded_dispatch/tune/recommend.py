@@ -17,18 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import CapacityPool, require
+from padded_dispatch.config import CapacityPool
 from padded_dispatch.tune.demand import Demand, missing_ranks
 from padded_dispatch.tune.replay import POOLS, Replay, replay
 
 _ALIKE = 1.1  # factors of two halves that differ by less are the same answer
 DROP = 0.01  # share of rows without room, where none is given
-
-
-def require_drop(drop: float) -> None:
-    """Raise if `drop` is no share from 0 to below 1."""
-    fix = f"for {drop:g} % set {drop / 100:g}" if 1 <= drop < 100 else ""
-    require(0 <= drop < 1, "drop", drop, "be a share from 0 to below 1", fix)
 
 
 def percent(share: float) -> str:
@@ -48,15 +42,12 @@ def percent(share: float) -> str:
 class Advice:
     """A recommended factor.
 
-    `room`: the slots of a cell, or the rows of a store, at this factor. `halves`: the factors for
-    each half of the steps alone. `num_steps`: steps in the trace. `dropped`: share of all rows
-    without room; `worst`: the largest share in one step.
+    `room`: the slots of a cell, or the rows of a store, at this factor. `dropped`: share of all
+    rows without room; `worst`: the largest share in one step.
     """
 
     factor: float
     room: int
-    halves: tuple[float, float]
-    num_steps: int
     dropped: float
     worst: float
 
@@ -67,11 +58,13 @@ class Recommendation:
 
     `overall`: one factor for all layers, number `index` of `replay.factors`. `layers`: by layer
     number, with cells a factor for each; with a store the shares of each layer's rows at the factor
-    of `overall`.
+    of `overall`. `num_steps`: steps with rows. `halves`: the factors for each half of them alone.
     """
 
     drop: float
     index: int
+    num_steps: int
+    halves: tuple[float, float]
     overall: Advice
     layers: dict[int, Advice]
     replay: Replay
@@ -88,7 +81,7 @@ class Recommendation:
             words = f" {share} are dropped, for want of slots between ranks or of room for a layer."
         return (
             f"Set the capacity factor to {advice.factor:g} with capacity_pool={pool} ({room}): "
-            f"{percent(advice.dropped)} of the rows of the {advice.num_steps:,} steps traced find "
+            f"{percent(advice.dropped)} of the rows of the {self.num_steps:,} steps traced find "
             f"no room there, at most {percent(advice.worst)} in one step.{words}"
         )
 
@@ -97,7 +90,7 @@ class Recommendation:
         trace = self.replay.demand.trace
         missing = missing_ranks(trace) if trace else ""
         reasons = [missing] if missing else []
-        first, second = self.overall.halves
+        first, second = self.halves
         if max(first, second) > _ALIKE * min(first, second):
             reasons.append(
                 f"The first half of the steps needs {first:g}, the second {second:g}: routing "
@@ -111,51 +104,44 @@ def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
     """Return the smallest factors of `replay` that leave at most `drop` of the rows no room.
 
     Raises:
-        ValueError: the largest factor is too small, no row was asked for, or `drop` is no share.
+        ValueError: no row was asked for.
     """
-    require_drop(drop)
     if not replay.asked.any():
         raise ValueError("trace must ask for at least one expert, got padding only; trace again")
-    suffices, last = bool(replay.dropped_share[-1] <= drop), float(replay.factors[-1])
-    fix = f"add {replay.needed.max():g}"
-    require(suffices, "factors", last, "have room for enough rows", fix)
 
     def smallest(asked: NDArray[np.int64], dropped: NDArray[np.int64]) -> int:
         enough = dropped.sum(1) <= drop * asked.sum()
-        enough[-1] = True  # A half, or a layer, may need more than the largest factor.
+        enough[-1] = True  # If no factor is enough, the largest is the best.
         return int(np.argmax(enough))
 
-    def advice(
-        asked: NDArray[np.int64], dropped: NDArray[np.int64], index: int | None = None
-    ) -> Advice:
-        has_rows = asked > 0
-        asked, dropped = asked[has_rows], dropped[:, has_rows]
-        index = smallest(asked, dropped) if index is None else index
-        middle = len(asked) // 2
-        halves = slice(max(1, middle)), slice(middle, None)
-        first, second = (smallest(asked[half], dropped[:, half]) for half in halves)
+    def advice(asked: NDArray[np.int64], dropped: NDArray[np.int64], index: int) -> Advice:
         return Advice(
             factor=float(replay.factors[index]),
             room=int(replay.room[index]),
-            halves=(float(replay.factors[first]), float(replay.factors[second])),
-            num_steps=len(asked),
             dropped=float(dropped[index].sum() / asked.sum()),
-            worst=float((dropped[index] / asked).max()),
+            worst=float((dropped[index] / np.maximum(asked, 1)).max()),
         )
 
     asked, dropped = replay.asked.sum(0), replay.dropped.sum(1)
-    index = smallest(asked, dropped)
-    shared = index if replay.pool == "store" else None
+    index, steps = smallest(asked, dropped), np.flatnonzero(asked)
+    middle = len(steps) // 2
+    halves = steps[: max(1, middle)], steps[middle:]
+    first, second = (smallest(asked[half], dropped[:, half]) for half in halves)
+    layers = {}
+    for layer, of_layer, without in zip(
+        replay.demand.layers.tolist(), replay.asked, replay.dropped.swapaxes(0, 1), strict=True
+    ):
+        if of_layer.any():
+            own = index if replay.pool == "store" else smallest(of_layer, without)
+            layers[layer] = advice(of_layer, without, own)
     return Recommendation(
         drop=drop,
         index=index,
-        replay=replay,
+        num_steps=len(steps),
+        halves=(float(replay.factors[first]), float(replay.factors[second])),
         overall=advice(asked, dropped, index),
-        layers={
-            int(layer): advice(replay.asked[i], replay.dropped[:, i], shared)
-            for i, layer in enumerate(replay.demand.layers)
-            if replay.asked[i].any()
-        },
+        layers=layers,
+        replay=replay,
     )
 
 

@@ -22,7 +22,6 @@ from padded_dispatch.utils.flags import flag
 
 # A row of the terminal's table is the smallest factor that leaves no more without room than this.
 _SHARES = (0.3, 0.1, 0.05, 0.01, 0.001, 0.0)
-_PAGE_ROWS = 12  # about how many factors the page shows
 _COLUMNS = 80
 _ROOM = {"expert": "slots", "store": "rows"}
 
@@ -97,13 +96,12 @@ def layer_table(study: Study) -> Table:
     headers = ["layer", "alone has room at", "no room", "worst step"]
     in_cells = study.pool == "expert"
     if in_cells:
-        headers += ["factor", "slots", "halves"]
+        headers += ["factor", "slots"]
     rows = []
     for layer, advice in study.chosen.layers.items():
         row = [str(layer), f"{alone[layer]:.3g}", percent(advice.dropped), percent(advice.worst)]
         if in_cells:
-            halves = f"{advice.halves[0]:g}, {advice.halves[1]:g}"
-            row += [f"{advice.factor:g}", f"{advice.room:,}", halves]
+            row += [f"{advice.factor:g}", f"{advice.room:,}"]
         rows.append(tuple(row))
     return Table(headers=tuple(headers), rows=tuple(rows))
 
@@ -171,9 +169,7 @@ def whole(study: Study) -> str:
     """Return the text of the page."""
     replay, in_cells = study.chosen.replay, study.pool == "expert"
     run = replay.demand.run
-    num_factors = len(replay.configs)
-    every = max(1, num_factors // _PAGE_ROWS)
-    shown = {study.chosen.index, *range(num_factors - 1, -1, -every)}
+    every_factor = range(len(replay.configs))
     note = "No room: of all rows."
     if not in_cells:
         note += " In a store each overwrites another, which backward computes again;"
@@ -185,10 +181,10 @@ def whole(study: Study) -> str:
     note += " micro-batch in flight."
     method = (
         f"The trace: {replay.asked.sum():,} rows of {len(replay.demand.steps):,} "
-        f"micro-batches in {study.chosen.overall.num_steps:,} steps, {len(study.chosen.layers)} "
+        f"micro-batches in {study.chosen.num_steps:,} steps, {len(study.chosen.layers)} "
         f"layers; {run.num_experts} experts, top-{run.top_k}, {run.num_ranks} source "
         f"ranks of {run.num_tokens:,} tokens each. Every micro-batch was replayed at "
-        f"{num_factors} factors with the dispatcher's own rule: the counts are exact. "
+        f"{len(every_factor)} factors with the dispatcher's own rule: the counts are exact. "
         "Dropping changes what is learned; a trace does not show how much."
     )
     settings = [f"{title}:\n{block}" for title, block in blocks(study).items()]
@@ -198,7 +194,7 @@ def whole(study: Study) -> str:
     parts = [
         *_answer(study),
         *settings,
-        f"{factor_table(study, sorted(shown), brief=False)}\n\n{_filled(note)}",
+        f"{factor_table(study, every_factor, brief=False)}\n\n{_filled(note)}",
         str(layer_table(study)),
         _filled(method),
     ]

@@ -71,7 +71,6 @@ def test_cells_of_the_tables(found):
             percent(advice.worst),
             f"{advice.factor:g}",
             f"{advice.room:,}",
-            f"{advice.halves[0]:g}, {advice.halves[1]:g}",
         )
 
 
@@ -131,11 +130,7 @@ def test_the_page_shows_the_recommendation_its_tables_and_its_settings(found):
     assert page.count("<h1>Capacity for zipf &lt;b&gt;</h1>") == 1
     assert " ".join(text.split()).startswith(found.chosen.sentence())
     assert str(pool_table(found)) in text and str(layer_table(found)) in text
-    every = str(every_factor(found)).splitlines()
-    marked = next(line for line in every if line.startswith(">"))
-    shown = [" ".join(line.split()) for line in text.splitlines()]
-    for line in (every[0], every[1], marked, every[-1]):
-        assert " ".join(line.split()) in shown
+    assert str(every_factor(found)) in text
     rows_of = f"{found.chosen.replay.asked.sum():,} rows of 40 micro-batches in 40 steps"
     assert rows_of in " ".join(text.split())
     for per_layer in (False, True):
