@@ -16,7 +16,7 @@ from torch import Tensor
 
 from padded_dispatch.bench.cases import CONTENDERS, MODELS, README_FLAGS, Case, sweep
 from padded_dispatch.bench.layer import RoutedLayer, build, stock_flags
-from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, phases_ms, timed
+from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, timed
 from padded_dispatch.bench.report import differences, line, readme_table, roofline, table
 from padded_dispatch.config import require
 from padded_dispatch.exchange.symmetric_memory import allocated_gib, reset_peaks
@@ -78,11 +78,11 @@ def _check(given: argparse.Namespace) -> None:
     num_gpus = torch.cuda.device_count()
     on_cpu = given.device == "cpu"
     require(on_cpu or num_gpus, "device", given.device, "be cpu where PyTorch sees no GPU")
-    for flag in ("readme", "phases"):
+    for flag in ("readme", "kernels"):
         value = getattr(given, flag)
         require(not (on_cpu and value), flag, value, "be left out without a GPU, which it measures")
-    rule = "be left out without --out, which alone holds its figures"
-    require(given.out or not given.phases, "phases", given.phases, rule)
+    rule = "be left out without --out, which alone holds them"
+    require(given.out or not given.kernels, "kernels", given.kernels, rule)
     rule = "be one size with --readme, whose table has one"
     require(len(given.ep) == 1 or not given.readme, "ep", given.ep, rule)
     for factor in given.capacity_factors:
@@ -192,7 +192,7 @@ def _figures(
     if on_gpu and not CONTENDERS[case.contender].fp8:
         gpu = torch.cuda.get_device_name(device)
         floor = roofline(kept_SE, case.shape, gpu, main_grad=case.main_grad != "none")
-    kernels = kernels_ms(passes.run, device) if settings.phases else {}
+    kernels = kernels_ms(passes.run, device) if settings.kernels else {}
     shown: dict[str, float] = {}  # Names that are cut to the same text share an entry.
     for name, ms in list(kernels.items())[:_SHOWN_KERNELS]:
         shown[name[:120]] = round(shown.get(name[:120], 0) + ms, 4)
@@ -203,7 +203,6 @@ def _figures(
         "dropped": 1 - share if CONTENDERS[case.contender].drops else None,
         "floor_ms": floor,
         "allocated_gib": allocated,
-        "phases_ms": phases_ms(kernels),
         "kernels_ms": shown,
     }
 

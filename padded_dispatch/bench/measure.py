@@ -1,14 +1,6 @@
-"""Measure a layer: fresh batches in static inputs, wall time of many passes, kernels by phase.
+"""Measure a layer: fresh batches in static inputs, wall time of many passes, kernels.
 
 Copying a batch into the static inputs is part of the measured time, for all contenders alike.
-
-Phases come from kernel names, since a replay runs no Python that could mark them. A name shows what
-a kernel does, not for which step of the layer it runs. `gather` therefore means tokens into rows:
-the forward pass of dispatch and the backward pass of combine. `combine` means the sum over rows:
-the forward pass of combine and the backward pass of dispatch. `exchange` includes the time that a
-collective or a barrier waits for its peers. `gemm` includes the stores of rows to their home ranks
-from inside a GEMM. `copies` includes those into a graph's inputs. `router` has scores and top-k;
-its GEMMs are in `gemm`. `other` is every name that matches no phase: sums, fused element-wise code.
 
 Shape suffixes: T tokens of this rank, E experts. Tokens and logits have a batch axis of 1 between,
 as Megatron's layers expect.
@@ -18,7 +10,6 @@ import ctypes
 import dataclasses
 import functools
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -41,25 +32,6 @@ _PROFILED = 4
 _NUM_BATCHES = 4
 _SUSTAINED_MS = 1000
 _SM_CLOCK = 1  # NVML_CLOCK_SM
-
-# The first pattern that matches decides.
-_PHASES = {
-    "select": r"_select_\w*kernel",
-    "plan": r"_(expert|place|choice|spread_probs)_kernel|_row_id_map",
-    "layout": r"_lay_out_kernel|_release_kernel",
-    "gather": r"_spread_kernel|_take_kernel|_zero_padding_kernel|\b_permute_kernel|_unpermute_bwd",
-    "combine": r"_sum_rows_kernel|_unpermute_kernel",
-    "regroup": r"sort_chunks",
-    "exchange": r"nccl|_push_kernel|_send_beside_kernel|barrier_kernel",
-    "quantize": r"_quantize_\w*kernel|cast_|amax",
-    "gemm": r"nvjet|cutlass|gemm|sm90_xmma|cublas"
-    r"|_rows_times_weights|_row_tiles|_weight_gradients_kernel",
-    "router": r"topk|bitonicSort|softmax_warp|_scatter_gather|aux_loss",
-    "telemetry": r"_count_kernel",
-    "activation": r"silu|swiglu|gated|gelu|sigmoid|_activat\w*_kernel",
-    "copies": r"Memcpy|Memset|copy_kernel|FillFunctor|CatArray",
-}
-_MATCHES = {phase: re.compile(pattern, re.IGNORECASE) for phase, pattern in _PHASES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,19 +219,6 @@ def kernels_ms(run: Callable[[int], object], device: torch.device) -> dict[str, 
             ms = (event.time_range.end - event.time_range.start) / 1e3 / _PROFILED
             sums[event.name] = sums.get(event.name, 0.0) + ms
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
-
-
-def phase_of(kernel: str) -> str:
-    """Return the phase that a kernel of this name belongs to."""
-    return next((phase for phase, m in _MATCHES.items() if m.search(kernel)), "other")
-
-
-def phases_ms(kernels_ms: dict[str, float]) -> dict[str, float]:
-    """Return the milliseconds of each phase, the sums of its kernels, in the order of `_PHASES`."""
-    sums = dict.fromkeys((*_MATCHES, "other"), 0.0)
-    for kernel, ms in kernels_ms.items():
-        sums[phase_of(kernel)] += ms
-    return {phase: round(ms, 4) for phase, ms in sums.items() if ms}
 
 
 def _meet(device: torch.device) -> None:

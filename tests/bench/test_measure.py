@@ -1,57 +1,12 @@
-"""Kernels get their phases by name; cases that differ only in contender share their batches."""
+"""Cases that differ only in contender share their batches; sustained time and energy."""
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 
-import padded_dispatch
 from padded_dispatch.bench import measure
 from padded_dispatch.bench.cases import MODELS
-from padded_dispatch.bench.measure import batches, phase_of, phases_ms
-
-
-@pytest.mark.parametrize(
-    ("kernel", "phase"),
-    [
-        ("_place_kernel", "plan"),
-        ("_lay_out_kernel", "layout"),
-        ("_push_kernel", "exchange"),
-        ("_activate_backward_kernel", "activation"),
-        ("_permute_kernel", "gather"),
-        ("_unpermute_kernel", "combine"),
-        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "exchange"),
-        ("c10d::symmetric_memory::barrier_kernel(unsigned int**, int)", "exchange"),
-        ("nvjet_tst_192x192_64x4_1x2_h_bz_coopB_NTN", "gemm"),
-        ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x>", "gemm"),
-        ("triton_poi_fused_mul_silu_split_0", "activation"),
-        ("Memcpy DtoD (Device -> Device)", "copies"),
-        ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "copies"),
-        ("void at::native::(anonymous namespace)::softmax_warp_forward", "router"),
-        ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>", "router"),
-        ("transformer_engine::fused_router::fused_moe_aux_loss_forward_kernel", "router"),
-        ("void at::native::reduce_kernel", "other"),
-    ],
-)
-def test_phase_of(kernel, phase):
-    assert phase_of(kernel) == phase
-
-
-def test_phases_are_sums_and_those_without_kernels_are_left_out():
-    kernels = {"nvjet_a": 1.5, "_choice_kernel": 0.25, "nvjet_b": 0.5, "sort": 0.125}
-    assert phases_ms(kernels) == {"plan": 0.25, "gemm": 2.0, "other": 0.125}
-
-
-def test_every_kernel_of_ours_has_a_phase():
-    """A renamed kernel would fall into `other` without notice."""
-    package = Path(padded_dispatch.__file__).parent
-    source = "".join(path.read_text() for path in package.rglob("*.py"))
-    kernels = re.findall(r"@triton\.jit[^\n]*\ndef (\w+_kernel)\(", source)
-    assert len(kernels) > 15
-    # Of experts with biases, which no case has.
-    assert [kernel for kernel in kernels if phase_of(kernel) == "other"] == ["_dot_rows_kernel"]
+from padded_dispatch.bench.measure import batches
 
 
 def test_cases_of_one_layer_and_routing_share_their_batches():
