@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from padded_dispatch.config import require
-from padded_dispatch.trace import Trace, load_traces
+from padded_dispatch.trace import load_traces
 from padded_dispatch.tune import plots, report
 from padded_dispatch.tune.demand import demand_of
-from padded_dispatch.tune.recommend import DROP, study
+from padded_dispatch.tune.recommend import DROP, Study, study
 from padded_dispatch.tune.replay import POOLS
 from padded_dispatch.utils.flags import Parser, errors_name_flags
 from padded_dispatch.utils.results import require_folder
@@ -47,10 +47,20 @@ def main(given: argparse.Namespace) -> int:
         ValueError: a wrong flag or a broken trace; names it and what to change.
     """
     with errors_name_flags(vars(given)):
-        return _tune(given)
+        found = _study(given)
+    sys.stdout.write(f"{report.summary(found, given.report)}\n")
+    svgs = {}
+    if find_spec("matplotlib"):
+        svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
+    else:
+        sys.stdout.write(f"\n{given.report} has no figures; for them, {plots.REMEDY}.\n")
+    given.report.parent.mkdir(parents=True, exist_ok=True)
+    given.report.write_text(report.html(found, svgs))
+    return 0
 
 
-def _tune(given: argparse.Namespace) -> int:
+def _study(given: argparse.Namespace) -> Study:
+    """Read files or folders, from `--from-step` on, and study them."""
     # All that can be checked before the work is checked here.
     drop = given.drop
     fix = f"for {drop:g} % set {drop / 100:g}" if 1 <= drop < 100 else ""
@@ -64,27 +74,6 @@ def _tune(given: argparse.Namespace) -> int:
     rule, fix = "be a file", "add a name"
     require(not given.report.is_dir(), "--report", str(given.report), rule, fix)
     require_folder("--report", given.report.parent)
-    demand = demand_of(_load(given))
-    found = study(
-        demand,
-        drop,
-        name=", ".join(path.name for path in given.traces),
-        pools=(given.pool,) if given.pool else POOLS,
-        store_layers=given.store_layers,
-    )
-    sys.stdout.write(f"{report.summary(found, given.report)}\n")
-    svgs = {}
-    if find_spec("matplotlib"):
-        svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
-    else:
-        sys.stdout.write(f"\n{given.report} has no figures; for them, {plots.REMEDY}.\n")
-    given.report.parent.mkdir(parents=True, exist_ok=True)
-    given.report.write_text(report.html(found, svgs))
-    return 0
-
-
-def _load(given: argparse.Namespace) -> Trace:
-    """Read files or folders, from `--from-step` on."""
     try:
         trace = load_traces(given.traces)
     except OSError as error:
@@ -94,4 +83,10 @@ def _load(given: argparse.Namespace) -> Trace:
     last = int(trace.steps.max())
     rule = f"be from 0 to the last, {last}"
     require(0 <= given.from_step <= last, "from_step", given.from_step, rule)
-    return trace.where(trace.steps >= given.from_step)
+    return study(
+        demand_of(trace.where(trace.steps >= given.from_step)),
+        drop,
+        name=", ".join(path.name for path in given.traces),
+        pools=(given.pool,) if given.pool else POOLS,
+        store_layers=given.store_layers,
+    )

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from padded_dispatch.tune.recommend import Study, percent
-from padded_dispatch.utils.flags import flag
 
 # A row of the terminal's table is the smallest factor that leaves no more without room than this.
 _SHARES = (0.3, 0.1, 0.05, 0.01, 0.001, 0.0)
@@ -114,12 +113,14 @@ def blocks(study: Study, *, per_layer: bool = False) -> dict[str, str]:
         per_layer: write one factor for each layer, unless layers share a store.
     """
     factor, fields = f"{study.chosen.overall.factor:g}", options(study, per_layer=per_layer)
+    layers = ",".join(f"{layer}:{own:g}" for layer, own in fields.get("layer_factors", {}).items())
     command = [
         "torchrun --nproc-per-node auto -m padded_dispatch.megatron.run",
         'pretrain_gpt.py "${ARGS[@]}"',
         "--moe-token-dispatcher-type padded_alltoall",
         f"--moe-expert-capacity-factor {factor}",
-        *(f"{flag(f'padded_{name}')} {_text(value)}" for name, value in fields.items()),
+        f"--padded-capacity-pool {study.pool}",
+        *([f"--padded-layer-factors {layers}"] if layers else []),
     ]
     lines = [
         "from padded_dispatch.megatron import PaddedOptions, install",
@@ -144,12 +145,6 @@ def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
         layers = study.chosen.layers.items()
         fields["layer_factors"] = {layer: advice.factor for layer, advice in layers}
     return fields
-
-
-def _text(value: str | dict[int, float]) -> str:
-    if isinstance(value, str):
-        return value
-    return ",".join(f"{number}:{factor:g}" for number, factor in value.items())
 
 
 def summary(study: Study, report: Path) -> str:
