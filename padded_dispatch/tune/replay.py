@@ -137,7 +137,6 @@ def replay(
         crossing = most_tokens(struck, config.num_ranks) * config.num_ranks
         needed = np.maximum(needed, crossing / (run.num_tokens * run.top_k))
     factors = sorted(map(float, grid(float(needed.max())) if factors is None else factors))
-    require(len(factors) >= 1, "factors", factors, "hold at least one factor")
     configs = tuple(_config(run, factor, pool) for factor in factors)
     asked = demand.counts.sum((2, 3), dtype=np.int64)
     room, kept, lost = [], [], [0] * len(configs)

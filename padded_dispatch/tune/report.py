@@ -92,17 +92,14 @@ def layer_table(study: Study) -> Table:
     """Return each layer's rows without room and, with cells, a factor of its own."""
     replay = study.chosen.replay
     alone = dict(zip(replay.demand.layers.tolist(), replay.needed_alone.tolist(), strict=True))
-    headers = ["layer", "alone has room at", "no room", "worst step"]
-    in_cells = study.pool == "expert"
-    if in_cells:
-        headers += ["factor", "slots"]
+    headers = "layer", "alone has room at", "no room", "worst step", "factor", "slots"
+    columns = 6 if study.pool == "expert" else 4  # Layers that share a store have no factors.
     rows = []
     for layer, advice in study.chosen.layers.items():
-        row = [str(layer), f"{alone[layer]:.3g}", percent(advice.dropped), percent(advice.worst)]
-        if in_cells:
-            row += [f"{advice.factor:g}", f"{advice.room:,}"]
-        rows.append(tuple(row))
-    return Table(headers=tuple(headers), rows=tuple(rows))
+        shares = percent(advice.dropped), percent(advice.worst)
+        own = f"{advice.factor:g}", f"{advice.room:,}"
+        rows.append((str(layer), f"{alone[layer]:.3g}", *shares, *own)[:columns])
+    return Table(headers=headers[:columns], rows=tuple(rows))
 
 
 def blocks(study: Study, *, per_layer: bool = False) -> dict[str, str]:

@@ -231,7 +231,6 @@ def test_grid():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(factors=[]), "factors must hold at least one"),
         (dict(factors=[math.nan]), "capacity_factor must .*, got nan"),
         (dict(pool="rank"), "capacity_pool must be one of store, expert, got 'rank'"),
         (dict(store_layers=0), "store_layers must be from 1 to the trace's 1 layers, got 0"),
