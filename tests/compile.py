@@ -56,7 +56,6 @@ bf16, int32 = torch.bfloat16, torch.int32
 
 
 def kernels() -> set[str]:
-    """Return the kernels that are launched; other functions of Triton's are parts of them."""
     values = [value for module in MODULES for value in vars(module).values()]
     names = {name_of(value) for value in values if isinstance(value, JITFunction)}
     return {name for name in names if name.endswith("_kernel")}
@@ -109,7 +108,6 @@ def start(collectives: Collectives, plan: Plan, tokens_TD: Tensor, num_slots: in
 
 
 def compiled(arch: int, *, once: bool = False) -> dict[str, int]:
-    """Return the bytes of each kernel's largest program for a GPU."""
     found: dict[str, int] = {}
     seen: set[tuple[object, ...]] = set()
 

@@ -83,6 +83,5 @@ def gpu_pools() -> Iterator[dict[int, WorkerPool]]:
 
 @pytest.fixture
 def cuda() -> torch.device:
-    """Return the GPU, for tests that need one in this process."""
     assert torch.cuda.is_available(), "tests marked gpu need a CUDA device"
     return torch.device("cuda")

@@ -107,7 +107,6 @@ def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():
 
 
 def test_figures_of_a_store():
-    """Its need is relative to all layers that share it; what became of tokens is not known."""
     of_store = dataclasses.replace(snapshot(), share_rows_Y=np.array([4, 4]))
     assert of_store.needed_factor.tolist() == [5 / 4, 0]
     figures = of_store.figures()

@@ -149,7 +149,6 @@ def test_direct_stores_need_gpus_and_packed_experts(packed):
 
 
 def _differing(what: str) -> str:
-    """Give rank 1 something else; return the error."""
     other = dist.get_rank() == 1
     pool: Any = "store" if what == "pool" and other else "expert"
     sizes = {"num_experts": 4, "top_k": 2, "num_ranks": 1 if what == "size" and other else 2}
@@ -227,7 +226,6 @@ def test_a_map_of_numbers_is_refused(dtype):
 
 
 def with_frozen(case: Case, frozen: tuple[str, ...], pool: str) -> dict[str, Tensor | None]:
-    """Return the gradients of one layer, of which some leaves are frozen, by their names."""
     model, rank = Model(case, pool), OneRank(case)
     leaves = {"tokens_TD": rank.tokens_TD, "probs_TE": rank.probs_YTE[0]}
     leaves |= {name: getattr(rank.weights_Y[0], name) for name in case.layers[0].weights}
@@ -262,7 +260,6 @@ def test_what_is_frozen_changes_no_other_gradient(pool, frozen):
 
 
 def in_dtypes(case: Case, dtype: torch.dtype, probs_dtype: torch.dtype, pool: str) -> list[Tensor]:
-    """Return the output and the gradients of one layer in other dtypes."""
     rank, names = OneRank(case), case.layers[0].weights
     leaves = [rank.tokens_TD, *(getattr(rank.weights_Y[0], name) for name in names)]
     leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]

@@ -30,7 +30,6 @@ FIRST_WORD = re.compile(r'"""(Of|That|Those|By|What|Where|Whether|Who|Whose|How)
 
 
 def words_to_avoid(text: str) -> list[str]:
-    """Return the words of the list that a text has; a line may end within them."""
     return [found.lower() for found in PATTERN.findall(re.sub(r'[\s#"\\]+', " ", text))]
 
 

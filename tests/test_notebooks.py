@@ -18,13 +18,11 @@ LOCAL = re.compile(r"(?<![\w.])/(?:home|root|tmp|usr|opt|work|mnt|Users)/|\b127\
 
 
 def text_of(output: Any) -> str:
-    """Return the text of an output; pictures have none."""
     data = output.get("data", {})
     return "\n".join([output.get("text", ""), *(v for k, v in data.items() if k != "image/png")])
 
 
 def faults(notebook: Any) -> list[str]:
-    """Return what is wrong for a reader who does not run the notebook."""
     found = []
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
@@ -88,7 +86,6 @@ def within_noise(gaps: list[float]) -> bool:
 
 
 def quality_rows(steps: int) -> list[Any]:
-    """Return the recorded rows of 0.9 billion parameters that were to take so many steps."""
     runs = json.loads((FOLDER / "results" / "quality.json").read_text())["runs"]
     given = f"--steps {steps} "
     return [row for run in runs if given in run["about"]["command"] for row in run["rows"]]

@@ -37,19 +37,16 @@ PAGES = (README, *sorted(page for name in FOLDERS for page in (ROOT / name).rglo
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Return the fenced blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def without_code(text: str) -> str:
-    """Return the text without fenced and inline code."""
     return re.sub(
         r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     )
 
 
 def options_table() -> str:
-    """Return all options as a Markdown table."""
     lines = ["| option | flag | default | meaning |", "|---|---|---|---|"]
     defaults = options.PaddedOptions()
     for option in dataclasses.fields(options.PaddedOptions):

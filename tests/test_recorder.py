@@ -15,7 +15,6 @@ RUN = traced_run(num_tokens=7, top_k=2, num_experts=5, num_ranks=1, capacity_poo
 
 
 def microbatch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Map and probabilities [7, 5] of one micro-batch."""
     map_TE = torch.from_numpy(thin_out(routing_map(7, 5, 2, seed=number), share=0.2, seed=number))
     probs_TE = torch.rand(7, 5, generator=torch.Generator().manual_seed(number))
     return map_TE, torch.where(map_TE, probs_TE, 0)

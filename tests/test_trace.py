@@ -20,7 +20,6 @@ def run(**changes) -> TracedRun:
 
 
 def arrays(**changes) -> dict:
-    """Two records."""
     values = dict(
         steps=np.array([7, 7]),
         layers=np.array([1, 1], np.int32),
@@ -79,7 +78,6 @@ def test_parts_that_do_not_match_are_refused():
 
 
 def of_rank(rank, steps, seed=0) -> Trace:
-    """Return one layer of a rank over these steps."""
     num = len(steps)
     return small_trace(steps=[*steps], layers=[1] * num, ranks=[rank] * num, seed=seed)
 
@@ -198,7 +196,6 @@ def file_of(array, *, allow_pickle=False) -> bytes:
 
 
 def good() -> np.ndarray:
-    """Return the records of a valid file, to be changed."""
     file = io.BytesIO()
     append(recorded(), file)
     file.seek(0)
@@ -206,7 +203,6 @@ def good() -> np.ndarray:
 
 
 def refuse(tmp_path, content: bytes, message: str) -> None:
-    """Check that reading `content` raises the file's name and `message`."""
     path = tmp_path / "bad.npy"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"bad\.npy.* must .*{message}"):

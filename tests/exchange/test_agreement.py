@@ -201,7 +201,6 @@ def test_a_capture_accepts_only_shapes_of_an_eager_call(pool2):
 
 
 def compared(config: DispatchConfig, num_tokens: int, **how: Any) -> dict[str, str]:
-    """Return what `agree_on_shapes` gives the agreement."""
     agreement = Mock(Agreement)
     agree_on_shapes(agreement, config, torch.zeros(num_tokens, 3), (("rule", 7),), **how)
     (rules,), shapes = agreement.check.call_args

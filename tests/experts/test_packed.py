@@ -154,7 +154,6 @@ def forward(
 
 
 def trained(case: Case, run: Any, dtype: torch.dtype, passes: int = 1) -> dict[str, Tensor]:
-    """Return the output and every gradient."""
     model, exchange = Model(case, dtype), exchange_of(case)
     out_TD = torch.empty(0)
     for _ in range(passes):

@@ -16,7 +16,6 @@ NEVER_COUNTED = [0] * (len(SCALARS) - 5)
 
 
 def counters(num_experts: int) -> Counters:
-    """Not at zero."""
     made = Counters(DispatchConfig(num_experts=num_experts, top_k=1), DEVICE)
     made.totals.copy_(torch.arange(len(made.totals)) * 1000)
     made.max_need.fill_(4)

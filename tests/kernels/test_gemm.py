@@ -64,7 +64,6 @@ def by_expert(rows_nI: Tensor, weight_LOI: Tensor, counts: list[int]) -> Tensor:
 
 
 def e4m3(rows: Tensor, segments: Segments | None = None) -> Scaled:
-    """Quantize a weight, or the rows of a loose operand."""
     scaled = quantize(rows.contiguous())
     values, scales = (
         here(part) if segments is None else operand(part, segments, stored=False)
@@ -156,7 +155,6 @@ def test_more_tiles_than_a_group_has_by_one_program(monkeypatch):
 
 
 def addresses(buffer_NO: Tensor, places: list[int]) -> list[int]:
-    """Return the addresses of these rows of a buffer."""
     row_bytes = buffer_NO.shape[1] * buffer_NO.element_size()
     return [buffer_NO.data_ptr() + row_bytes * place for place in places]
 

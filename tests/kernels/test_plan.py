@@ -27,7 +27,6 @@ def test_plan(case: RoutingCase):
 
 @pytest.mark.parametrize("skew", ["uniform", "same", "none"])
 def test_blocks_of_several_tiles(monkeypatch, skew):
-    """Sizes off every power of two; all rows to the same experts, or none."""
     monkeypatch.setattr(plan, "_TILE", 128)
     monkeypatch.setattr(plan, "_MAX_BLOCKS", 7)
     map_TE = torch.from_numpy(routing_map(131, 21, 3, skew=skew))

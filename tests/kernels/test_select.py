@@ -18,7 +18,6 @@ SMALL = {"_TILE": 8, "_BLOCK": 32}
 
 
 def assert_is_torch(*arguments: object, **sizes: int) -> None:
-    """Compare the kernels, with these sizes of programs, with torch."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sizes.items():
             patch.setattr(select, name, value)

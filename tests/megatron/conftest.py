@@ -17,14 +17,12 @@ def fresh_moe_state() -> None:
 
 @pytest.fixture(scope="module")
 def one_process() -> Iterator[None]:
-    """Set up Megatron in this process alone."""
     with tiny.one_process():
         yield
 
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """Provide a default group of this process alone, without Megatron's groups."""
     with tiny.default_group():
         yield
 

@@ -138,7 +138,6 @@ OPTIONS = PaddedOptions(capacity_pool="store", layer_factors={1: 1.5, 2: NO_DROP
 
 
 def convert(cls: Any, value: Any) -> Any:
-    """Convert as the containers of Megatron-Bridge and Megatron-LM do."""
     if hasattr(value, "as_dict"):
         return value.as_dict()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

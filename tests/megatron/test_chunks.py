@@ -27,7 +27,6 @@ def joined(config: Any, numbers: list[int], rank: int = 0, group: Any = None) ->
 
 
 def calls_of(joined: list[Joined]) -> list[list[int]]:
-    """The numbers of the calls of each layer."""
     return [numbers for _, numbers in joined]
 
 

@@ -36,13 +36,11 @@ def dropless(**settings: Any) -> Any:
 
 
 def stock(factor: float, **settings: Any) -> Any:
-    """Return stock's drop-and-pad layer."""
     settings |= {"moe_expert_capacity_factor": factor, "moe_pad_expert_input_to_capacity": True}
     return tiny.layer(tiny.config("alltoall", **settings))
 
 
 def ours(factor: float | None, options: PaddedOptions | None = None, **settings: Any) -> Any:
-    """Return the padded layer, with the weights of the stock one."""
     settings |= {"dispatcher": "alltoall", "moe_expert_capacity_factor": factor}
     return tiny.padded_layer(options, **settings)
 
@@ -297,8 +295,6 @@ def test_d11_text_generation_leaves_training_as_it_was(monkeypatch):
 
 
 class CapturedPart:
-    """A transformer layer whose MoE part returns the mask that it is given."""
-
     config = tiny.config(**layer_graphs("moe_router"), num_layers=1)
 
     def _forward_mlp(self, hidden: Tensor, padding_mask: Tensor | None = None) -> Tensor | None:
@@ -330,7 +326,6 @@ def named_tensors(dispatcher: Any) -> dict[str, Tensor]:
 
 
 def after_preprocess(layer: Any, hidden: Tensor, probs: Tensor) -> Tensor:
-    """Run the rest of the layer on the outputs of `dispatch_preprocess`."""
     dispatcher = layer.token_dispatcher
     rows, counts, probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(hidden, probs))
     output, _ = layer.experts(rows, counts, probs)
@@ -363,7 +358,6 @@ def test_d13_evaluation_of_another_shape_between_replays():
 
 
 def call_after_partial_capture(layer: Any, x: Tensor) -> Tensor:
-    """Return the layer's output after a capture that ended behind `dispatch_preprocess`."""
     layer.preprocess(x, *layer.route(x))
     return layer(x)[0]
 

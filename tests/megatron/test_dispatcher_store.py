@@ -38,7 +38,6 @@ def layer(pool: Any, factor: Any, *, eval_factor: Any = None, **settings: Any) -
 def chain(
     number: int, factor: float | None, pool: Any = "store", eval_factor: Any = None, **settings: Any
 ) -> list[Any]:
-    """So many layers of one chunk."""
     config = tiny.config(num_layers=number, moe_expert_capacity_factor=factor)
     options = {"experts": "packed", "capacity_pool": pool, "eval_factor": eval_factor}
     settings["padded_dispatch"] = PaddedOptions(**options)
@@ -67,7 +66,6 @@ def grads(layers: list[Any]) -> list[Tensor]:
 
 @pytest.fixture
 def rooms_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of rooms that passes took, in their order."""
     found: list[str] = []
 
     def note(owner: Any, name: str) -> None:

@@ -51,7 +51,6 @@ def layer(options: PaddedOptions = PACKED, later: Any = None, **overrides: Any) 
 
 
 def by_expert(layer: Any, linear: str, kind: str) -> list[Tensor]:
-    """Gradients of SequentialMLP or StackedExperts."""
     if isinstance(layer.experts, StackedExperts):
         grad = getattr(getattr(layer.experts, linear), kind).grad
         return list(grad.unflatten(0, (tiny.NUM_EXPERTS, -1)) if kind == "bias" else grad)
@@ -371,7 +370,6 @@ def test_what_was_chosen_is_logged_once(caplog, options, line):
 
 
 def _attributes() -> list[dict[str, Any]]:
-    """Of fc1's and fc2's weights, of the module and of ours."""
     with parity.megatron("cpu", expert_model_parallel_size=2):
         found = []
         for options in (MODULE, PACKED):

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 @pytest.fixture(autouse=True)
 def accepts_fp8(monkeypatch) -> None:
-    """Let Megatron accept fp8 without Transformer Engine."""
     monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *version: True)
 
 

@@ -32,8 +32,6 @@ LENGTH, VOCAB = 8, 64
 
 
 class _Torch:
-    """The module torch, in which each device is the CPU."""
-
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
@@ -65,7 +63,6 @@ def _waited(group: Any, **given: Any) -> Iterator[SimpleNamespace]:
 
 @contextmanager
 def fsdp_on_cpu() -> Iterator[None]:
-    """Let Megatron-FSDP run inside `megatron_on_cpu()`."""
     with Patches() as patches:
         for owner, name, value in (
             (mcore_fsdp_adapter, "HAVE_EINOPS", True),

@@ -154,7 +154,6 @@ def test_a_scope_without_layers_is_refused(megatron):
 
 
 def _captured_twice(model: Model) -> list[int]:
-    """The graphs of this rank."""
     found = []
     with world(model):
         training = Training(model)

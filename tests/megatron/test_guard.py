@@ -37,7 +37,6 @@ def megatron(one_process, monkeypatch) -> Iterator[None]:  # `monkeypatch` is un
 
 
 def settings(*scopes: str, dispatcher: str = "padded_alltoall") -> dict[str, Any]:
-    """Return settings for `tiny.config`; stock dispatchers get drop-and-pad."""
     static = {"moe_expert_capacity_factor": 1.0}
     if dispatcher != "padded_alltoall":
         static["moe_pad_expert_input_to_capacity"] = True
@@ -55,7 +54,6 @@ def gpt(spec: Any = None, **fields: Any) -> Any:
 
 
 def padded_gpt(way: str, *scopes: str) -> Any:
-    """Build a padded GPT by `install` or by `padded_spec`."""
     if way == "install":
         install()
         return gpt(**settings(*scopes))

@@ -31,8 +31,6 @@ SUMS = "advanced iterations", "skipped iterations"
 
 
 class Writer:
-    """A stand-in for TensorBoard's writer and for W&B."""
-
     def __init__(self) -> None:
         self.scalars: dict[str, list[tuple[int, float]]] = {}
         self.flushed = 0
@@ -294,7 +292,6 @@ def test_figures_of_a_line_are_those_of_the_steps_since_the_last_one(loop, caplo
     shares = []
 
     def note(step: int) -> None:
-        """Note the share of the steps since the last line."""
         if step not in read:
             return
         demand, kept = (
@@ -402,7 +399,6 @@ def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):
 
 
 def dense() -> nn.Module:
-    """Return a stage without a layer to record, of the model of `model(1)`."""
     stage = nn.Linear(2, 2)
     stage.config = model(1).config
     return stage

@@ -238,8 +238,6 @@ def test_a_draw_repeats(on_cpu, name):
 
 
 class Layer(GraphableMegatronModule):
-    """A layer that adds 1; its graph adds 10."""
-
     def __init__(self, impl: str) -> None:
         config = tiny.config("alltoall")
         config.cuda_graph_impl = impl

@@ -183,8 +183,6 @@ def test_gradients_of_logits_have_sixteen_bits(scale):
 
 
 class Cooler(TopKRouter):
-    """A router that computes its logits in its own way."""
-
     def gating(self, input):
         return router_module.Router.gating(self, input) * 0.25
 

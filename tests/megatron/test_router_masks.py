@@ -48,7 +48,6 @@ def layer_of(case: str, **sizes: Any) -> Any:
 
 
 def run(layer: Any, hidden: Tensor, mask_BS: Tensor | None = None) -> dict[str, Tensor]:
-    """Return output, gradients and counts by name."""
     found = tiny.results(layer, hidden, padding_mask=mask_BS)
     found |= {name: found[name].flatten(0, 1) for name in ROWS}
     counters = layer.token_dispatcher.counters
@@ -60,7 +59,6 @@ def run(layer: Any, hidden: Tensor, mask_BS: Tensor | None = None) -> dict[str, 
 
 
 def failures(case: str, **sizes: Any) -> list[str]:
-    """Compare the two runs; return what differs, and what is not zero."""
     random = torch.Generator().manual_seed(11 + dist.get_rank())
     hidden = torch.randn(S, B, tiny.HIDDEN, generator=random, dtype=torch.float64)
     masked_T = torch.zeros(T, dtype=torch.bool)

@@ -63,7 +63,6 @@ def assert_same(ours: dict[Any, Any], theirs: dict[Any, Any]) -> None:
 
 
 def _both(offsets: Any, one_by_one: bool, settings: dict[str, Any]) -> list[Any]:
-    """Return what is written of our experts, and of Megatron's."""
     metadata = {"singleton_local_shards": one_by_one}
     found = []
     for kind in ("packed", "module"):

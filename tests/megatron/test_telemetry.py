@@ -43,8 +43,6 @@ def model(*numbers: int | None, **settings: Any) -> Any:
 
 
 class HostCount:
-    """An observer that counts demand and kept rows in NumPy."""
-
     def __init__(self) -> None:
         self.demand_E = np.zeros(E, dtype=np.int64)
         self.kept_E = np.zeros(E, dtype=np.int64)
@@ -58,7 +56,6 @@ class HostCount:
 
 
 def watch(layer: Any) -> HostCount:
-    """Count the layer's training passes from now on."""
     count = HostCount()
     layer.token_dispatcher.observers.append(count)
     return count
@@ -270,7 +267,6 @@ def test_two_ranks_are_summed_and_idle_passes_belong_to_a_rank(pool2):
 
 
 def _over_two_stages(on_overflow: Any) -> tuple[Any, Any, str]:
-    """Return the snapshot, the demand of this stage's layer, and the error that was raised."""
     with parity.megatron("cpu", pipeline_model_parallel_size=2):
         sizes = {"num_layers": 2, "pipeline_dtype": torch.float32}
         numbers = (dist.get_rank() + 1,)

@@ -146,7 +146,6 @@ def test_a_reading_waits_for_its_copy_and_the_loop_does_not(alone, caplog, end):
 
 
 def _words_of_ranks(model: Model) -> list[str]:
-    """Return what this rank logs."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]

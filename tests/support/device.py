@@ -25,12 +25,10 @@ def small_tiles() -> Iterator[None]:
 
 
 def here(array) -> Tensor:
-    """Copy an array or tensor to the device."""
     return torch.as_tensor(array).to(DEVICE)
 
 
 def here_if_tensor(value: Any) -> Any:
-    """Copy a tensor to the device; return anything else as it is."""
     return here(value) if isinstance(value, Tensor) else value
 
 
@@ -39,7 +37,6 @@ def ints(*values: object) -> Tensor:
 
 
 def addresses(*buffers: Tensor) -> Tensor:
-    """Return the addresses of buffers, on the device."""
     return torch.tensor([buffer.data_ptr() for buffer in buffers], device=DEVICE)
 
 
@@ -87,6 +84,5 @@ def operand(rows: Tensor, segments: Segments, stored: bool) -> Tensor:
 
 
 def real(rows: Tensor, segments: Segments, stored: bool) -> Tensor:
-    """Return the real rows of a stored or loose tensor."""
     base, end = int(segments.offsets[0]), int(segments.offsets[-1])
     return rows[base:end] if stored else rows[: end - base]

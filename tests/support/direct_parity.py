@@ -56,8 +56,6 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Inputs of one microbatch, and the gradient of its output."""
-
     tokens_TD: Tensor
     grad_TD: Tensor
     prob_TK: Tensor
@@ -70,7 +68,6 @@ class Inputs:
         return Plan(**maps, kept_E=self.kept_E)
 
     def copy_from(self, other: "Inputs") -> None:
-        """Copy the values of `other` into these tensors."""
         for mine, value in zip(vars(self).values(), vars(other).values(), strict=True):
             mine.copy_(value)
 
@@ -81,7 +78,6 @@ ROUTINGS = ("uniform", "lognormal-1.0", "hot", "same", "idle", "absent", "none")
 
 
 def make_inputs(layer: Layer, routing: str, seed: int, device: torch.device) -> Inputs:
-    """Make random inputs of this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     seed = seed * size + rank
     num_experts = layer.local_experts * size
@@ -124,8 +120,6 @@ def _bias(expert: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """A forward pass that waits for its backward pass."""
-
     inputs: Inputs
     wire: Any
     segments: Segments
@@ -196,12 +190,10 @@ def _segments(layer: Layer, arrived: Arrived) -> Segments:
 
 
 def step(exchange: DirectStores, layer: Layer, inputs: Inputs) -> dict[str, Tensor]:
-    """Run forward and backward of one microbatch."""
     return backward(forward(exchange, layer, inputs))
 
 
 def expected(layer: Layer, inputs: Inputs) -> dict[str, Tensor]:
-    """Return what must come home."""
     expert_TK = inputs.expert_TK
     kept_TK = (expert_TK >= 0) & (inputs.place_TK < layer.level)
     scale_TK = _scale(expert_TK) * kept_TK
@@ -216,7 +208,6 @@ def expected(layer: Layer, inputs: Inputs) -> dict[str, Tensor]:
 
 
 def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Return the names of tensors that are not equal."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
@@ -229,14 +220,12 @@ def poison(exchange: DirectStores) -> None:
 
 
 def meet() -> None:
-    """Wait until all ranks are here with idle devices."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
 
 
 def my_gpu() -> torch.device:
-    """Make this worker's device current and return it."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device

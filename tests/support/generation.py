@@ -78,7 +78,6 @@ class GenerationCase(Sizes):
 
     @property
     def max_tokens(self) -> int:
-        """The longest sequence."""
         return max(self.prompts) + self.new_tokens
 
 
@@ -118,7 +117,6 @@ class _Numbers:
 
 
 def prompts_of(case: GenerationCase, rank: int) -> list[str]:
-    """Return a rank's prompts; all ranks have the same lengths, unless the case is uneven."""
     generator = torch.Generator().manual_seed(rank)
     lengths = case.prompts[:2] if case.uneven and rank else case.prompts
     draws = [torch.randint(2, case.vocab, (length,), generator=generator) for length in lengths]

@@ -130,7 +130,6 @@ def types_of_gpus() -> AbstractContextManager[Any]:
 
 
 def loss_scaling(optimizer: Any) -> dict[str, Tensor]:
-    """Return the state of Megatron's loss scaling, and what the last step found, by name."""
     state = {}
     for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         scaler = part.grad_scaler
@@ -158,7 +157,6 @@ def sequence_parallel_norms() -> Iterator[None]:
 
 
 def model_inputs(ids: Tensor) -> dict[str, Tensor | None]:
-    """Return the arguments of `GPTModel` for tokens [batch, length + 1], the last only a label."""
     batch, length = ids.shape[0], ids.shape[1] - 1
     # Transformer Engine's attention is causal without a mask. Without one, Megatron passes zeros to
     # a graph, which its local attention would read as a mask.

@@ -54,8 +54,6 @@ class Tape(TorchDispatchMode):
 
 
 class GraphedLayer:
-    """One captured layer with its static inputs, outputs and gradients."""
-
     def __init__(self, layer: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         self._layer, self._args, self._kwargs = layer, args, kwargs
         self._params = list(layer.parameters())
@@ -120,7 +118,6 @@ class GraphedLayer:
         return _Replay.apply(self, *args, *by_name, *self._params)
 
     def reset(self) -> None:
-        """Free the graphs' memory."""
         self._forward, self._backward = Tape(), Tape()
 
 

@@ -136,7 +136,6 @@ def _weights(case: LayerCase, number: int) -> dict[str, Tensor]:
 
 
 def _tokens(case: LayerCase, number: int) -> tuple[Tensor, Tensor]:
-    """Return this rank's tokens [S / tp, B, D] and the gradient of its output."""
     generator = torch.Generator().manual_seed(SEED + 100 * number + 1 + dist.get_rank())
     shape = (case.seq // case.tp, case.batch, case.hidden)
     tokens = torch.randn(shape, generator=generator)
@@ -148,7 +147,6 @@ def _tokens(case: LayerCase, number: int) -> tuple[Tensor, Tensor]:
 def _run(
     layer: Any, weights: dict[str, Tensor], tokens: Tensor, grad: Tensor
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Run forward and backward; return output and gradients by name, and the routing map."""
     layer.zero_grad()
     with torch.no_grad():
         for whole, where, part in _shards(layer, "data"):

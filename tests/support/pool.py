@@ -65,7 +65,6 @@ class WorkerPool:
         return self._run(fn, *args, timeout_s=timeout_s)
 
     def end(self) -> None:
-        """End the workers."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -168,7 +167,6 @@ def end_groups() -> None:
 
 
 def worker_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
-    """Return what torchrun would set for a worker; workers share GPUs if there are too few."""
     local_rank = rank % (torch.cuda.device_count() or num_workers)
     return torchrun_env(rank, num_workers, port) | {"LOCAL_RANK": str(local_rank)}
 

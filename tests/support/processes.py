@@ -9,7 +9,6 @@ ENVIRONMENT = dict(os.environ)  # as at the start: tests and conftest.py change 
 
 
 def workers_of(pid: int) -> list[int]:
-    """Return the workers that the process `pid` has started, in no order."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(c) for c in children if "spawn_main" in Path(f"/proc/{c}/cmdline").read_text()]
 

@@ -151,7 +151,6 @@ def found_room(map_STE: NDArray, levels_R: Sequence[float]) -> NDArray:
 
 
 def counts(map_STE: NDArray, rank: int, num_ranks: int) -> NDArray:
-    """Return the rows of each source for each expert of a rank, [S, L]."""
     return map_STE.sum(1).reshape(len(map_STE), num_ranks, -1)[:, rank]
 
 
@@ -177,7 +176,6 @@ def layer_backward(
     activation: Any,
     grad_STD: NDArray,
 ) -> tuple[NDArray, NDArray, Arrays]:
-    """Return the gradients of tokens, probabilities and weights."""
     grad_tokens_STD, grad_probs_STE = np.zeros_like(tokens_STD), np.zeros_like(probs_STE)
     grads = {name: np.zeros_like(value) for name, value in weights.items()}
     for e, here, of_shards in _experts(rows_STE, weights):
@@ -223,7 +221,6 @@ class _Mlp:
         self.out = self.probs * self.plain
 
     def backward(self, grad: NDArray) -> tuple[NDArray, NDArray, Arrays]:
-        """Return the gradients of rows, probabilities and weights."""
         grad_plain = grad * self.probs
         grad_hidden = grad_plain @ self.weights["fc2_LDF"]
         below = self.gate <= self.activation.clamp
@@ -243,7 +240,6 @@ class _Mlp:
 
 
 def _curve(function: str, x: NDArray) -> tuple[NDArray, NDArray]:
-    """Return value and slope of the function."""
     if function == "squared_relu":
         return np.maximum(x, 0) ** 2, 2 * np.maximum(x, 0)
     if function == "gelu":

@@ -58,7 +58,6 @@ class RoutingCase:
     capacity: int
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return map and probabilities for the code under test."""
         return torch.from_numpy(self.map_TE), torch.from_numpy(self.probs_TE)
 
 

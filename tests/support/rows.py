@@ -40,7 +40,6 @@ class Rows:
         self._outcomes: list[bool] = []
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append a row to the file, and print its outcome."""
         append_run(self._path, self._about, [row])
         self._outcomes.append(row["passed"])
         words = f"{'passed' if row['passed'] else 'FAILED'} {row['check']}: {row['name']}"
@@ -49,7 +48,6 @@ class Rows:
             print_line(f"    {failure.strip().splitlines()[-1][:300]}")
 
     def exit_code(self) -> int:
-        """Print a summary; return 1 if a row failed, or there is none."""
         num_failed = self._outcomes.count(False)
         print_line(f"{len(self._outcomes) - num_failed} passed, {num_failed} failed")
         return int(num_failed > 0 or not self._outcomes)

@@ -43,13 +43,11 @@ class _Turns:
             wake.acquire()
 
     def begin(self, rank: int) -> None:
-        """Wait until it is this rank's turn."""
         self._wakes[rank].acquire()
         if self.errors:
             raise SystemExit("another rank failed")
 
     def pass_on(self) -> None:
-        """Wake the next rank, if one is left."""
         if self._waiting and not self._ready:
             where = [f"{sorted(data)} in {name}" for name, data in self._waiting.values()]
             self.fail(RuntimeError(f"no rank is left that could join those that wait: {where}"))
@@ -57,7 +55,6 @@ class _Turns:
             self._wakes[self._ready.popleft()].release()
 
     def fail(self, error: BaseException) -> None:
-        """Let all ranks that wait raise."""
         self.errors.append(error)
         for _, data in self._waiting.values():
             self._ready.extend(data)
@@ -248,12 +245,10 @@ class ThreadMemory:
         self._own, self._addresses = own.numpy(), torch.tensor(addresses)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return this rank's memory from byte `offset` on."""
         size = int(np.prod(shape)) * dtype.itemsize
         return torch.from_numpy(self._own[offset : offset + size]).view(dtype).view(shape)
 
     def addresses(self, offset: int) -> Tensor:
-        """Return the addresses of byte `offset` on all ranks."""
         return self._addresses + offset
 
     def barrier(self) -> None:
@@ -269,7 +264,6 @@ def _gather_objects(group: dist.ProcessGroup, value: int) -> list[int]:
 
 @contextmanager
 def threads_as_ranks(free_bytes: int = 2**40) -> Iterator[None]:
-    """Let threads be ranks, with shared memory instead of symmetric memory."""
     with (
         patch.object(symmetric_memory, "PeerMemory", ThreadMemory),
         patch.object(symmetric_memory, "_free_bytes", lambda device: free_bytes),

@@ -52,7 +52,6 @@ def config(dispatcher: str = "padded_alltoall", **overrides: Any) -> Transformer
 
 
 def layer_spec() -> Any:
-    """Return Megatron's spec of a GPT layer with experts, without Transformer Engine."""
     return get_gpt_layer_local_spec(num_experts=NUM_EXPERTS, moe_grouped_gemm=False)
 
 
@@ -146,5 +145,4 @@ def only_worker() -> Iterator[None]:
 
 
 def parse(flags: list[str]) -> Settings:
-    """Return the settings that a command line of `padded-dispatch train` asks for."""
     return resolve(read(flags))

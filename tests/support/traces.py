@@ -52,14 +52,12 @@ def small_trace(
 
 
 def equal(one: Trace, other: Trace) -> bool:
-    """Return whether two traces are of the same run and have the same arrays."""
     names = ("steps", "layers", "ranks", "ids_NTK", "probs_NTK")
     arrays = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
     return arrays and one.run == other.run
 
 
 def of_run(trace: Trace, **changes: Any) -> Trace:
-    """Return a trace of another run: `changes` are of its `TracedRun`."""
     return replace(trace, run=replace(trace.run, **changes))
 
 

@@ -126,12 +126,10 @@ class Model(Sizes):
 
     @property
     def dp(self) -> int:
-        """Data-parallel size of everything but the experts."""
         return self.ranks // (self.tp * self.cp * self.pp)
 
     @property
     def groups(self) -> dict[str, int | None]:
-        """Sizes of the groups, by Megatron's names."""
         return {
             "tensor_model_parallel_size": self.tp,
             "context_parallel_size": self.cp,
@@ -183,7 +181,6 @@ def ways_agree(model: Model, ways: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def with_changes(model: Model, changes: dict[str, Any]) -> Model:
-    """Return a model with other fields; dictionaries are added to its own."""
     merged = {n: getattr(model, n) | v if isinstance(v, dict) else v for n, v in changes.items()}
     return dataclasses.replace(model, **merged)
 
@@ -235,7 +232,6 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def differing_names(wanted: dict[str, Tensor], given: dict[str, Tensor]) -> list[str]:
-    """Return the names of the tensors whose bits differ."""
     assert wanted.keys() == given.keys()
     return [name for name in wanted if not torch.equal(bits(wanted[name]), bits(given[name]))]
 
@@ -542,7 +538,6 @@ class Training:
 
     @torch.no_grad()
     def _update(self) -> None:
-        """Change the parameters by their gradients."""
         if self.optimizer is not None:
             self.optimizer.step()
         elif self.model.ddp.get("overlap_param_gather"):
@@ -591,7 +586,6 @@ def draws(model: Model) -> Iterator[dict[str, Tensor]]:
 
 
 def _generators() -> Tensor:
-    """Return a hash of the states of generators that any code may draw from."""
     state: Any = np.random.get_state()
     name, keys, *place = state
     states = [torch.get_rng_state(), torch.cuda.get_rng_state()]

@@ -30,8 +30,6 @@ ROUTINGS = "thin", "full", "hot", "one rank", "idle rank", "idle source", "maske
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """The routing and weights of one layer; weights are of all shards and experts."""
-
     map_STE: NDArray
     probs_STE: NDArray
     weights: Arrays
@@ -124,8 +122,6 @@ def _map(config: DispatchConfig, routing: str, source: int, num_tokens: int, see
 
 
 class Sizes:
-    """Sizes of a pass, from the rules' words."""
-
     def __init__(self, config: DispatchConfig, num_tokens: int) -> None:
         top_k, local, sources = config.top_k, config.num_local_experts, config.num_sources
         factor = config.capacity_factor
@@ -206,7 +202,6 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
 
 
 def _shard(config: DispatchConfig, weights: Arrays, source: int) -> Arrays:
-    """Return the weights of the experts of one rank."""
     i, r = divmod(source, config.num_ranks)
     local = config.num_local_experts
     return {name: value[i, r * local : (r + 1) * local] for name, value in weights.items()}
@@ -236,7 +231,6 @@ class OneRank:
         ]
 
     def found(self, out_TD: Tensor) -> Found:
-        """Run backward and return what was found."""
         out_TD.backward(torch.from_numpy(self.case.grad_STD[self.source]))
         names = self.case.layers[0].weights
         return Found(
@@ -341,7 +335,6 @@ def padded_experts(given: ExpertInput, weights: ExpertWeights, activation: Activ
 
 
 def stacks_are_empty(store: Store) -> bool:
-    """Return whether all rows of a store were given back."""
     return all(stack.last == -1 and stack.top[0] == 0 for stack in store._stacks)
 
 

@@ -15,7 +15,6 @@ from tests.support.tiny import parse
 
 @pytest.fixture(autouse=True)
 def laptop(monkeypatch):
-    """A machine without a GPU, outside torchrun."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -69,7 +69,6 @@ def counted_run(flags: str, device: torch.device) -> tuple[Counted, list[float]]
 
 
 def rows_of(counters) -> tuple[int, int]:
-    """Return rows that were asked for, and that had room."""
     return int(counters.demand_E.sum()), int(counters.kept_E.sum() - counters.num_again)
 
 

@@ -27,7 +27,6 @@ SCOPES = (
 
 
 def on_a_gpu(graph: str, dispatcher: str = "padded_alltoall") -> Settings:
-    """Return settings as on a machine with GPUs."""
     factor = 1.25 if dispatcher in ("padded_alltoall", "alltoall-drop-pad") else None
     settings, replace = parse(["--device", "cpu", "--workers", "2"]), dataclasses.replace
     changes: dict[str, Any] = {"dispatcher": dispatcher, "capacity_factor": factor}

@@ -20,12 +20,10 @@ Counts = list[list[list[int]]]  # of a pass: [layer][source][expert]
 
 
 def capacity(factor: float, *, num_tokens: int, top_k: int, num_experts: int) -> int:
-    """Return Megatron's slots per (source, expert)."""
     return max(1, min(num_tokens, math.ceil((num_tokens * top_k / num_experts) * factor)))
 
 
 def kept_in_cells(counts: Counts, slots: int) -> list[int]:
-    """Return the rows of each layer that keep a slot."""
     return [sum(min(rows, slots) for source in layer for rows in source) for layer in counts]
 
 

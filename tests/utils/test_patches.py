@@ -23,7 +23,6 @@ class Child(Base):
 
 
 def has(owner: Any, name: str) -> tuple[Any, Any]:
-    """Return an attribute, and what the owner itself has of it."""
     try:
         own = vars(owner).get(name)
     except TypeError:  # A field has slots.
