@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.symmetric_memory import Shape, buffers_for
+from tests.support.device import INTERPRETED
 from tests.support.direct_parity import (
     Layer,
     backward,
@@ -32,9 +33,7 @@ CPU = torch.device("cpu")
 SMALL = Layer(tokens=3, width=8, top_k=2, local_experts=2, dtype=torch.float16)
 WIDE = dataclasses.replace(SMALL, tokens=5, width=16, top_k=3, local_experts=3)
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels would not be interpreted; see tests/gpu"
-)
+pytestmark = INTERPRETED
 
 
 @pytest.fixture(autouse=True)

@@ -26,14 +26,12 @@ from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import Buffers, Room, Store, TakeRoom, fitting, scratch
 from padded_dispatch.kernels import gemm
 from padded_dispatch.routing import choice_probs, make_plan
-from tests.support.device import small_tiles
+from tests.support.device import INTERPRETED, small_tiles
 from tests.support.direct_parity import differences
 from tests.support.threads import grid, poisoned_memory, run_on_threads, threads_as_ranks
 from tests.support.whole_layers import OneRank, make_case, stacks_are_empty
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels would not be interpreted; see tests/gpu"
-)
+pytestmark = INTERPRETED
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +42,8 @@ def products() -> Iterator[None]:
 
 
 WIDTH, FFN, TOKENS = 16, 32, 5
+# For tests of several passes, which are about their order: an expert takes as long as its rows.
+SMALL: dict[str, int] = {"tokens": 3, "slots": 3, "local_experts": 2}
 SWIGLU, GPT_OSS = Activation(), Activation(function="quick_gelu", clamp=7.0, offset=1.0)
 
 
@@ -221,7 +221,7 @@ def test_a_pass_beside_the_plain_one(case: Case, scaled: bool):
 @pytest.mark.parametrize("exchange", ["alltoall", "direct"])
 def test_bits_do_not_depend_on_the_factor(exchange: str, kind: dict[str, Any]):
     """At 0.01 a store holds a layer, which the next one overwrites; at 2 all layers."""
-    case = Case(ranks=2, routings=("full", "hot", "one rank"), exchange=exchange, **kind)
+    case = Case(ranks=2, routings=("full", "hot", "one rank"), exchange=exchange, **kind, **SMALL)
     with poisoned_memory():
         few, many = (
             on_ranks(dataclasses.replace(case, factor=factor), packed.run, torch.float32, 2)
@@ -254,7 +254,7 @@ def _trained_in_flight(case: Case, in_flight: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("exchange", ["alltoall", "direct"])
 def test_microbatches_in_flight_whose_rows_are_computed_again(exchange: str):
-    case = Case(ranks=2, routings=("full", "hot", "full"), exchange=exchange, factor=0.3)
+    case = Case(ranks=2, routings=("full", "hot", "full"), exchange=exchange, factor=0.3, **SMALL)
     with poisoned_memory(), threads_as_ranks():
         one, two = (run_on_threads(2, _trained_in_flight, case, count) for count in (1, 2))
     assert not any(map(differences, two, one))
@@ -411,7 +411,9 @@ def test_a_pass_that_goes_on_behind_another_order_of_backward_passes(experts: An
 @pytest.mark.parametrize("experts", [plain, packed], ids=["plain", "packed"])
 def test_micro_batches_in_turn_share_stacks(experts: Any, factor: float, scaled: bool):
     """Layer by layer they have the gradients that they have one after the other."""
-    case = Case(routings=("full", "hot", "full"), factor=factor, scaled=scaled, biased=True)
+    case = Case(
+        routings=("full", "hot", "full"), factor=factor, scaled=scaled, biased=True, **SMALL
+    )
     found = []
     for parts in ([(0,), (1,)], [(0, 1)]):
         model = Model(case, torch.float32)

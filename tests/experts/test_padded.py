@@ -9,12 +9,11 @@ from padded_dispatch import DispatchConfig
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.experts import padded
 from padded_dispatch.routing import make_plan
+from tests.support.device import INTERPRETED
 from tests.support.whole_layers import check, make_case
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels would not be interpreted; see tests/gpu"
-)
+@INTERPRETED
 @pytest.mark.parametrize(("num_ranks", "etp_size"), [(1, 1), (2, 1), (1, 2)])
 def test_cells_of_kernels_are_the_oracle(monkeypatch, num_ranks, etp_size):
     """Without kernels they are in `tests/test_dispatcher.py`, in all settings."""

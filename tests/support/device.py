@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from padded_dispatch.kernels import Segments, gemm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = pytest.mark.skipif(DEVICE == "cuda", reason="kernels run in tests/gpu")
 
 few = settings(max_examples=15)  # The interpreter takes up to a tenth of a second for one.
 
