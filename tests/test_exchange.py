@@ -29,12 +29,11 @@ class Stores:
             raise ValueError("GPU 0, which has no NVLink to GPU 1")
 
 
-class LinkedStores(Stores):
-    def __init__(self, num_local_experts: int, group: Any, *, over_nvlink: bool) -> None:
-        super().__init__(num_local_experts, group, over_nvlink=False)
+def linked_stores(num_local_experts: int, group: Any, *, over_nvlink: bool) -> Stores:
+    return Stores(num_local_experts, group, over_nvlink=False)
 
 
-def chosen(kind: Any, stores: Any = LinkedStores, **changes: Any) -> tuple[Any, str]:
+def chosen(kind: Any, stores: Any = linked_stores, **changes: Any) -> tuple[Any, str]:
     given = {"packed": True, "device": CUDA, "etp": None, "group": GROUP, "config": CONFIG}
     given |= changes
     config, group, etp_group = (given.pop(name) for name in ("config", "group", "etp"))

@@ -62,13 +62,6 @@ def test_most_rows_of_a_pass_are_five_shares_or_the_store():
     assert take(store, 0).max_rows == scratch(one, 10, COUNT).limit == 100  # Not 32 * 10 * 2.
 
 
-def test_a_pass_uses_one_stack():
-    store = make_store(1, 1, 1)
-    rooms = [take(store, number) for number in range(3)]
-    assert len({id(room.stack) for room in rooms}) == 1
-    assert [room.first for room in rooms] == [True, False, False]
-
-
 def test_a_copy_has_stacks_of_its_own():
     store = make_store(1, 1)
     room = take(store, 0)

@@ -1,7 +1,4 @@
-"""Kernels of the activation against plain torch, whose autograd writes the backward.
-
-Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
-"""
+"""Kernels of the activation against plain torch, whose autograd writes the backward."""
 
 from typing import Any
 

@@ -1,7 +1,4 @@
-"""Grouped products against one product per expert, bit by bit.
-
-Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
-"""
+"""Grouped products against one product per expert, bit by bit."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""Kernels of a bias per expert against plain torch, bit by bit.
-
-Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
-"""
+"""Kernels of a bias per expert against plain torch, bit by bit."""
 
 import pytest
 import torch

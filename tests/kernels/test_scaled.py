@@ -1,7 +1,4 @@
-"""Kernels that quantize, against the rule in plain torch, bit by bit.
-
-Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
-"""
+"""Kernels that quantize, against the rule in plain torch, bit by bit."""
 
 import pytest
 import torch

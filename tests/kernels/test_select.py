@@ -1,7 +1,4 @@
-"""Selection kernels against the plain torch that specifies them, bit by bit.
-
-Without a GPU they run in Triton's interpreter, which shows their logic; with one, as they are.
-"""
+"""Selection kernels against the plain torch that specifies them, bit by bit."""
 
 import pytest
 import torch
