@@ -109,11 +109,12 @@ class Telemetry:
         step: steps done already.
 
     Raises:
-        ValueError: if no rank has a layer with the padded dispatcher, or `layer_factors` names a
-            layer without it.
+        ValueError: if no rank has a layer with the padded dispatcher, `layer_factors` names a layer
+            without it, or `every` is below 1.
     """
 
     def __init__(self, chunks: list[Any], *, every: int = 10, step: int = 0) -> None:
+        require(every >= 1, "every", every, "be at least 1")
         local = padded_moe_layers(chunks)
         self._every, self._first, self._step = every, step + 1, step
         local_settings = {number: LayerSettings.of(layer) for number, layer in local.items()}

@@ -226,6 +226,8 @@ def test_a_model_without_padded_layers_is_refused():
     missing = r"chunks must have a layer with moe_token_.*, got none on any rank; set it"
     with pytest.raises(ValueError, match=missing):
         Telemetry([chunk])
+    with pytest.raises(ValueError, match=r"^every must be at least 1, got 0$"):
+        Telemetry([chunk], every=0)
 
 
 def test_a_factor_of_a_layer_without_experts_is_refused():
