@@ -27,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from padded_dispatch import routing
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.counters import Counters
 from padded_dispatch.exchange.collectives import Collectives
@@ -47,8 +48,6 @@ from padded_dispatch.kernels import (
     select,
 )
 from padded_dispatch.kernels import plan as plans
-from padded_dispatch.routing import Plan
-from padded_dispatch.routing import plan as routing
 from tests.experts.test_packed import GPT_OSS, Case, trained
 
 MODULES = activation, counters, direct, gemm, grouped, layout, plans, rows, scaled, select
@@ -88,7 +87,9 @@ def launch_all() -> None:
     rows.zero_padding(torch.ones(16, 64, dtype=bf16), torch.ones(16), demand_E[None])
 
 
-def start(collectives: Collectives, plan: Plan, tokens_TD: Tensor, num_slots: int) -> DirectWire:
+def start(
+    collectives: Collectives, plan: routing.Plan, tokens_TD: Tensor, num_slots: int
+) -> DirectWire:
     """Return a wire of direct stores between two ranks, with nothing at its addresses."""
     by_choice = 2, num_slots, plan.expert_TK.shape[1]
     width, at_R = tokens_TD.shape[1], torch.zeros(2, dtype=torch.int64)
