@@ -107,12 +107,13 @@ class StackedLinear(nn.Module):
     def singles(self) -> dict[str, Tensor]:
         """Return one expert's part of each parameter by name.
 
-        They are views, so torch refuses to freeze one of them.
+        They are views, so torch refuses to freeze one of them. Each is a view by itself, since
+        those that come from one iteration may not be read once an optimizer has taken a step.
         """
         return {
-            f"{kind}{number}": part
+            f"{kind}{number}": self.by_expert(parameter)[number]
             for kind, parameter in self.named_parameters()
-            for number, part in enumerate(self.by_expert(parameter))
+            for number in range(self.num_experts)
         }
 
     def by_expert(self, stacked: Tensor) -> Tensor:
