@@ -197,7 +197,11 @@ def follow_training() -> None:
         return  # Not imported, or only in part.
     loop = _Loop(training)
     for name in ("train_step", "training_log", "checkpoint_and_decide_exit"):
-        PATCHED.wrap(training, name, functools.partial(_by_name, getattr(loop, name)))
+        if hasattr(training, name):
+            PATCHED.wrap(training, name, functools.partial(_by_name, getattr(loop, name)))
+        else:
+            lost = "some figures, retries or traces are missing in Megatron-LM's loop, "
+            log_once(f"{lost}because it has no {_MODULE}.{name}", logging.WARNING)
 
 
 def _by_name(
@@ -205,7 +209,8 @@ def _by_name(
 ) -> Callable[..., Any]:
     """Return a function that runs `replacement` in place of `function`.
 
-    It gets a callable that calls the function, and the arguments by name, to read or change.
+    `replacement` gets a callable that calls the function, and the arguments by name, to read or
+    change.
     """
     signature = inspect.signature(function)
 

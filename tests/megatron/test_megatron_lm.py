@@ -269,7 +269,7 @@ def test_a_stage_without_layers_follows_those_that_have_some(pool2):
     assert pool2.run(_follows, None) == [False, False]
 
 
-def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, monkeypatch):
+def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, MODULE)
     install()
     assert MODULE not in sys.modules
@@ -282,6 +282,15 @@ def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, m
     assert loop.train_step is followed
     uninstall()
     assert loop.train_step is stock
+    for name in NAMES:
+        delattr(loop, name)
+    log_once.cache_clear()
+    install()
+    assert not any(hasattr(loop, name) for name in NAMES)
+    lost = "some figures, retries or traces are missing in Megatron-LM's loop, because it has no "
+    assert [text for text in caplog.messages if text.startswith("some figures")] == [
+        f"{lost}{MODULE}.{name}" for name in NAMES
+    ]
 
 
 @pytest.mark.parametrize(("interval", "read"), [(2, [1, 2, 4, 6]), (1, [1, 2, 3, 4, 5, 6])])
