@@ -63,7 +63,10 @@ def main(argv: list[str] | None = None) -> int:
     for command, (*_, help) in _COMMANDS.items():
         commands.add_parser(command, help=help, add_help=False)
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    parser.parse_args([name])  # It exits for --help, --version and an unknown command.
+    if name.startswith("-"):
+        parser.parse_known_args([name, next(iter(_COMMANDS))])  # It exits for --help and --version.
+        parser.error(f"COMMAND must come first, got {name!r}; see --help")
+    parser.parse_args([name])  # It exits for an unknown command.
     _ignore_expected_warnings()
     try:
         reader, command, _ = _COMMANDS[name]

@@ -124,7 +124,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, fl
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--no-such-flag", "the following arguments are required: COMMAND"),
+        ("--no-such-flag", "COMMAND must come first, got '--no-such-flag'; see --help"),
         ("trian", "argument COMMAND: invalid choice: 'trian' .choose from '?train'?, '?compare"),
         ("train --stepz 9", "unrecognized arguments: --stepz 9; did you mean --steps?"),
         ("train --stepz=9", "unrecognized arguments: --stepz=9; did you mean --steps?"),
