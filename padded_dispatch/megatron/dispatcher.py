@@ -64,7 +64,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     Args:
         num_local_experts, local_expert_indices: what Megatron hands to every dispatcher.
         config: the TransformerConfig. Read before the first pass; later changes have no effect.
-        pg_collection: `ep`, `expt_tp`, `expt_dp` and, if it has one, `pp` are used.
+        pg_collection: `ep` and `expt_tp` are used, and `pp` and `expt_dp` if it has them.
 
     Attributes:
         packed: whether experts are `StackedExperts`.
@@ -119,7 +119,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.cudagraph_attrs = list(_PLAN_TENSORS)
         self._most_tokens: dict[tuple[bool, DispatchConfig], int] = {}
         # The first of the ranks with this layer logs; rank 0 of the job need not have the layer.
-        self._logs = all(group.rank() == 0 for group in (*groups, pg_collection.expt_dp))
+        groups = *groups, getattr(pg_collection, "expt_dp", None)
+        self._logs = all(group is None or group.rank() == 0 for group in groups)
         if self._logs:
             log_once(
                 f"padded dispatch: experts={self.chosen['experts']} ({chosen.reason}), "

@@ -135,7 +135,7 @@ def _replace(spec: Any) -> Any:
         return functools.partial(PaddedMoELayer, *spec.args, **spec.keywords)
     if isinstance(spec, ModuleSpec) and spec.module is MoELayer:
         return dataclasses.replace(spec, module=PaddedMoELayer)
-    if isinstance(spec, list):  # of the layers of a block
+    if isinstance(spec, list | tuple):  # of the layers of a block
         layers = [_replace(layer) for layer in spec]
         return layers if any(map(operator.is_not, layers, spec)) else spec
     # `mtp_model_layer` is the layer of multi-token prediction from 0.17 on, `transformer_layer`
