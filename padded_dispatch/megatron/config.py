@@ -262,12 +262,13 @@ def _check_layers(config: Any, options: PaddedOptions) -> None:
     """
     hybrid = _read(config, "is_hybrid_model") and _read(config, "mtp_num_layers")
     last, factors = last_layer(config), options.layer_factors
+    upwards = "on" if hybrid else f"to {last}"
     wrong = [n for n in factors if (n > last and not hybrid) or _is_dense(config, n)]
     require(
         not wrong,
         "layer_factors",
         factors,
-        f"name layers with experts, from 1 to {last}, as moe_layer_freq={config.moe_layer_freq} "
+        f"name layers with experts, from 1 {upwards}, as moe_layer_freq={config.moe_layer_freq} "
         "has them",
         f"leave out {', '.join(f'layer {number}' for number in wrong)}",
     )

@@ -139,6 +139,9 @@ def test_factors_of_all_layers_with_experts_are_accepted():
         check_config(repeated)
     repeated.is_hybrid_model = True  # In its pattern "E/*E/*E" the last E is layer 1 + 2.
     check_config(repeated)
+    repeated.moe_layer_freq = [0]
+    with pytest.raises(ValueError, match=r"^layer_factors must name .* from 1 on, .* 3$"):
+        check_config(repeated)
     dense = tiny.config(num_moe_experts=None, moe_ffn_hidden_size=None)
     assert dense.num_moe_experts is None
 
