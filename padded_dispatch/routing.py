@@ -17,6 +17,7 @@ probabilities it is all that a receiver needs to lay out and sum the rows of a s
 experts are in ascending order; every sum over them runs in this order.
 
 Plain torch runs on CPUs and is the specification; on CUDA tensors kernels give the same bits.
+Letters: see `padded_dispatch.config`.
 """
 
 from dataclasses import dataclass

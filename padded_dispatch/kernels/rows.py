@@ -40,17 +40,18 @@ def spread_rows(
 ) -> Tensor:
     """Write a row of every token into all its rows: loose [N, D].
 
-    All tensors are contiguous. Tokens are those of `exchange.Values`. `row_SPK`, int32, has the row
-    of each choice; a row before the first offset is left out. `homes_S`, int64, has the address of
-    [P * K, D] at each source, whose rows begin at multiples of 16; None if no rows go home.
+    All tensors are contiguous. Tokens: see `exchange.collectives.Values`. `row_SPK`, int32, has the
+    row of each choice; a row before the first offset is left out. `homes_S`, int64, has the address
+    of [P * K, D] at each source, whose rows begin at multiples of 16; None if no rows go home.
 
     With `scaled`, loose, each token is also quantized into all its rows there. Without `plain` it
     is written nowhere else, and the result has no rows.
 
     With `prob_M` and `prob_SPK` the probability of each row is stored, and with `homes_S` its
     address at home in `home_M`: see `experts.store.Buffers`. With `expert_SPK` and `place_SPK` of
-    `exchange.Arrived` rows are found first, and `row_SPK` is written; places from `level`, int32
-    [1], on have no room. `kept_SPD`, if given, takes those of `rows_SPD` that have rows.
+    `exchange.collectives.Arrived` rows are found first, and `row_SPK` is written; places from
+    `level`, int32 [1], on have no room. `kept_SPD`, if given, takes those of `rows_SPD` that have
+    rows.
 
     Examples: rows a and b, `row = [[[6, 5]], [[-1, 7]]]` and offsets that begin at 5 give `[a, a,
     b]`. S = 1, L = 2, offsets `[5, 6, 7]`, level 1, tokens a, b, c with experts `[[0, 1], [1, 7],

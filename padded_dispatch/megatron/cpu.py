@@ -33,9 +33,11 @@ class _Stream:
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self._recorded_s = time.perf_counter()
+        self.record()
 
-    record = __init__
+    def record(self, *args: object) -> None:
+        """Take now as the time of this event."""
+        self._recorded_s = time.perf_counter()
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: _Stream()

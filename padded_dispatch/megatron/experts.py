@@ -304,9 +304,10 @@ class StackedExperts(MegatronModule):
         ep, num_local = self._groups.ep, self.linear_fc1.num_experts
         numbers = range(ep.rank() * num_local, (ep.rank() + 1) * num_local)
         axis, num_experts = len(sharded_offsets), ep.size() * num_local
-        places = [("", (*sharded_offsets, (axis, number, num_experts))) for number in numbers]
         if metadata and metadata.get("singleton_local_shards"):
             places = [(f"{number}.", tuple(sharded_offsets)) for number in numbers]
+        else:
+            places = [("", (*sharded_offsets, (axis, number, num_experts))) for number in numbers]
         replica, experts = self._groups.expt_dp.rank(), f"{prefix}experts."
         return {
             f"{prefix}{name}.{key}": value

@@ -43,13 +43,13 @@ class LayerConfigs:
         """
         config = dispatch_config(self._config, **self._sizes)
         factor = self._options.layer_factors.get(layer_number, config.capacity_factor)
-        in_evaluation = self._options.eval_factor
-        if in_evaluation is None:
-            in_evaluation = factor if captures_iteration(self._config) else FIT
-        self.training, self.evaluation, self._generation, self._fitting = (
-            dataclasses.replace(config, capacity_factor=each)
-            for each in (factor, in_evaluation, NO_DROP, FIT)
-        )
+        eval_factor = self._options.eval_factor
+        if eval_factor is None:
+            eval_factor = factor if captures_iteration(self._config) else FIT
+        self.training = dataclasses.replace(config, capacity_factor=factor)
+        self.evaluation = dataclasses.replace(config, capacity_factor=eval_factor)
+        self._generation = dataclasses.replace(config, capacity_factor=NO_DROP)
+        self._fitting = dataclasses.replace(config, capacity_factor=FIT)
 
     @property
     def current(self) -> DispatchConfig:

@@ -103,6 +103,8 @@ class Recommendation:
 def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
     """Return the smallest factors of `replay` that leave at most `drop` of the rows no room.
 
+    Where no factor is enough, the largest is the answer, with the share that it drops.
+
     Raises:
         ValueError: no row was asked for.
     """
@@ -111,7 +113,7 @@ def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
 
     def smallest(asked: NDArray[np.int64], dropped: NDArray[np.int64]) -> int:
         enough = dropped.sum(1) <= drop * asked.sum()
-        enough[-1] = True  # If no factor is enough, the largest is the best.
+        enough[-1] = True
         return int(np.argmax(enough))
 
     def advice(asked: NDArray[np.int64], dropped: NDArray[np.int64], index: int) -> Advice:
@@ -128,12 +130,12 @@ def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
     halves = steps[: max(1, middle)], steps[middle:]
     first, second = (smallest(asked[half], dropped[:, half]) for half in halves)
     layers = {}
-    for layer, of_layer, without in zip(
+    for layer, layer_asked, layer_dropped in zip(
         replay.demand.layers.tolist(), replay.asked, replay.dropped.swapaxes(0, 1), strict=True
     ):
-        if of_layer.any():
-            own = index if replay.pool == "store" else smallest(of_layer, without)
-            layers[layer] = advice(of_layer, without, own)
+        if layer_asked.any():
+            own = index if replay.pool == "store" else smallest(layer_asked, layer_dropped)
+            layers[layer] = advice(layer_asked, layer_dropped, own)
     return Recommendation(
         drop=drop,
         index=index,

@@ -8,6 +8,7 @@ How many rows find room depends on counts alone, and on `DispatchConfig.capacity
   Rows of one layer alone beyond M are dropped. All of these count as rows without room.
 
 Bytes of a factor are arithmetic on sizes; nothing is measured here.
+Letters: see `padded_dispatch.config`.
 """
 
 import math
