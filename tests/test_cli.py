@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -128,13 +129,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, fl
         ("trian", "argument COMMAND: invalid choice: 'trian' .choose from '?train'?, '?compare"),
         ("train --stepz 9", "unrecognized arguments: --stepz 9; did you mean --steps?"),
         ("train --stepz=9", "unrecognized arguments: --stepz=9; did you mean --steps?"),
+        ("train ''", "unrecognized arguments: ; --help lists the flags"),
         ("compare --vs --no-such-flag", "unrecognized arguments: --no-such-flag; --help lists"),
         ("bench --models x", "argument --models: invalid choice: 'x'"),
     ],
 )
 def test_an_error_names_what_was_mistyped_below_one_line_of_usage(capsys, flags, message):
     with pytest.raises(SystemExit, match="2"):
-        cli.main(flags.split())
+        cli.main(shlex.split(flags))
     usage, error = capsys.readouterr().err.splitlines()
     command = flags.split()[0] if flags.split()[0] in cli._COMMANDS else ""
     assert usage.startswith(f"usage: padded-dispatch {command}")

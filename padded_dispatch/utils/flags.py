@@ -6,6 +6,7 @@ most similar flag. Help shows defaults, and short names of values: `--tokens N [
 
 import argparse
 import difflib
+import re
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,13 +33,13 @@ class Parser(argparse.ArgumentParser):
     """A parser with `HelpFormatter` that offers a known flag for an unknown one."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{"formatter_class": HelpFormatter, **kwargs})
+        super().__init__(formatter_class=HelpFormatter, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and end the process with exit code 2."""
         _, unrecognized, unknown = message.partition("unrecognized arguments: ")
         if unrecognized:
-            flag = unknown.split()[0].partition("=")[0]
+            flag = re.split("[ =]", unknown)[0]  # Empty if the word is.
             similar = difflib.get_close_matches(flag, self._option_string_actions, n=1)
             message += f"; did you mean {similar[0]}?" if similar else "; --help lists the flags"
         super().error(message)
