@@ -4,6 +4,7 @@ Letters: T tokens of a source and micro-batch; K experts per token; E experts; R
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,11 +70,12 @@ def strike(trace: Trace, num_slots: int, num_ranks: int) -> NDArray[np.int32]:
     return _counted(trace, ids_NTK)
 
 
-def most_tokens(trace: Trace, num_ranks: int) -> int:
-    """Return the most tokens that have an expert on one rank, over all records and ranks."""
+def most_tokens(trace: Trace, num_ranks: int) -> NDArray[np.int64]:
+    """Return the most tokens of a source that have an expert on one rank, [passes, layers]."""
     per_rank = trace.run.num_experts // num_ranks
     rank_NTK = np.where(trace.ids_NTK < 0, -1, trace.ids_NTK // per_rank)
-    return max(int((rank_NTK == rank).any(2).sum(1).max()) for rank in range(num_ranks))
+    tokens_RN = [(rank_NTK == rank).any(2).sum(1) for rank in range(num_ranks)]
+    return _placed(trace, np.max(tokens_RN, axis=0)).max(2)
 
 
 def missing_ranks(trace: Trace) -> str:
@@ -107,11 +109,17 @@ def _passes(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def _counted(trace: Trace, ids_NTK: NDArray[np.int16]) -> NDArray[np.int32]:
     """Return the rows of every (pass, layer, source, expert)."""
+    counts_NE = np.zeros((len(ids_NTK), trace.run.num_experts), np.int32)
+    for n, ids_TK in enumerate(ids_NTK):
+        counts_NE[n] = np.bincount(ids_TK[ids_TK >= 0], minlength=trace.run.num_experts)
+    return _placed(trace, counts_NE)
+
+
+def _placed(trace: Trace, values: NDArray[Any]) -> NDArray[Any]:
+    """Return values of records, [N, ...], by (pass, layer, source); 0 without a record."""
     steps, pass_of_record = _passes(trace)
     layers, layer_of_record = np.unique(trace.layers, return_inverse=True)
-    num_ranks, num_experts = trace.run.num_ranks, trace.run.num_experts
-    counts = np.zeros((len(steps), len(layers), num_ranks, num_experts), np.int32)
-    sources = trace.ranks % num_ranks
-    for ids_TK, *place in zip(ids_NTK, pass_of_record, layer_of_record, sources, strict=True):
-        counts[tuple(place)] = np.bincount(ids_TK[ids_TK >= 0], minlength=num_experts)
-    return counts
+    num_ranks = trace.run.num_ranks
+    placed = np.zeros((len(steps), len(layers), num_ranks, *values.shape[1:]), values.dtype)
+    placed[pass_of_record, layer_of_record, trace.ranks % num_ranks] = values
+    return placed

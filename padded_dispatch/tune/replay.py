@@ -128,38 +128,26 @@ def replay(
     store_layers = num_layers if store_layers is None else store_layers
     rule = f"be from 1 to the trace's {num_layers} layers"
     require(1 <= store_layers <= num_layers, "store_layers", store_layers, rule)
-    run, config = demand.run, _config(demand.run, 1.0, pool)
-    crosses = pool == "store" and config.num_ranks > 1  # Cells always have slots on the wire.
-    struck = demand.trace if crosses and run.strikes else None
+    run = demand.run
     stacks = [slice(i, i + store_layers) for i in range(0, num_layers, store_layers)]
-    steps, step_of_pass = np.unique(demand.steps, return_inverse=True)
-    needed, needed_alone = _needed(demand, config, stacks)
-    if struck:
-        crossing = most_tokens(struck, config.num_ranks) * config.num_ranks
-        needed = np.maximum(needed, crossing / (run.num_tokens * run.top_k))
+    needed, needed_alone = _needed(demand, _config(run, 1.0, pool), stacks)
     factors = sorted(map(float, grid(float(needed.max())) if factors is None else factors))
     configs = tuple(_config(run, factor, pool) for factor in factors)
     asked = demand.counts.sum((2, 3), dtype=np.int64)
-    room, kept, lost = [], [], [0] * len(configs)
-    for i, config in enumerate(configs):
+    room, kept, lost = [], [], []
+    for config in configs:
         if pool == "expert":
-            room.append(config.capacity(run.num_tokens))
-            kept.append(np.minimum(demand.counts, room[-1]).sum((2, 3), dtype=np.int64))
-            continue
-        counts, num_slots = demand.counts, config.wire_slots(run.num_tokens)
-        if struck and num_slots < run.num_tokens:
-            counts = strike(struck, num_slots, config.num_ranks)
-            lost[i] = int(asked.sum() - counts.sum())
-        room.append(config.store_rows(run.num_tokens, store_layers))
-        rows = _by_rank(counts, config)
-        tops_by_stack = []
-        for stack in stacks:  # The last one may have fewer layers.
-            sums = rows[:, stack].cumsum(1)
-            limit = config.store_rows(run.num_tokens, sums.shape[1])
-            tops_by_stack.append(np.minimum(sums, limit))
-            lost[i] += int(np.maximum(rows[:, stack] - limit, 0).sum())
-        kept_by_stack = [np.diff(tops, axis=1, prepend=0).sum(2) for tops in tops_by_stack]
-        kept.append(np.concatenate(kept_by_stack, axis=1))
+            slots = config.capacity(run.num_tokens)
+            room.append(slots)
+            kept.append(np.minimum(demand.counts, slots).sum((2, 3), dtype=np.int64))
+            lost.append(0)
+        else:
+            sent = _sent(demand, config)
+            in_store, beyond = _kept_in_stores(sent, config, run.num_tokens, stacks)
+            room.append(config.store_rows(run.num_tokens, store_layers))
+            kept.append(in_store)
+            lost.append(int(asked.sum() - sent.sum()) + beyond)
+    steps, step_of_pass = np.unique(demand.steps, return_inverse=True)
 
     def by_step(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         sums = np.zeros((len(steps), num_layers), np.int64)
@@ -209,17 +197,51 @@ def _by_rank(counts: NDArray[np.integer], config: DispatchConfig) -> NDArray[np.
     return counts.reshape(shape).sum((2, 4), dtype=np.int64)
 
 
+def _sent(demand: Demand, config: DispatchConfig) -> NDArray[np.integer]:
+    """Return the rows that are not struck on their way to a store, as `Demand.counts`."""
+    num_slots = config.wire_slots(demand.run.num_tokens)
+    if demand.trace is None or not demand.run.strikes or num_slots == demand.run.num_tokens:
+        return demand.counts
+    return strike(demand.trace, num_slots, config.num_ranks)
+
+
+def _kept_in_stores(
+    counts: NDArray[np.integer], config: DispatchConfig, num_tokens: int, stacks: Sequence[slice]
+) -> tuple[NDArray[np.int64], int]:
+    """Return the rows that have room, [passes, layers], and those of one layer beyond a store."""
+    rows = _by_rank(counts, config)
+    kept, beyond = np.empty(rows.shape[:2], np.int64), 0
+    for stack in stacks:  # The last one may have fewer layers.
+        in_stack = rows[:, stack]
+        limit = config.store_rows(num_tokens, in_stack.shape[1])
+        tops = np.minimum(in_stack.cumsum(1), limit)
+        kept[:, stack] = np.diff(tops, axis=1, prepend=0).sum(2)
+        beyond += int(np.maximum(in_stack - limit, 0).sum())
+    return kept, beyond
+
+
 def _needed(
     demand: Demand, config: DispatchConfig, stacks: Sequence[slice]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the factors at which all rows have room: [passes], and of layers alone, [layers]."""
+    """Return the factors at which all rows have room: [passes], and of layers alone, [layers].
+
+    `config`: of a factor of 1.
+    """
     if config.capacity_pool == "expert":
         most = demand.counts.max((2, 3)) / demand.mean_rows
         return most.max(1), most.max(0)
     share = config.share(demand.run.num_tokens)
     rows = _by_rank(demand.counts, config)
-    sums = [rows[:, stack].sum(1) / (rows[0, stack].shape[0] * share) for stack in stacks]
-    return np.max(sums, axis=(0, 2)), rows.max((0, 2)) / share
+    of_stacks = [rows[:, stack].mean(1) for stack in stacks]
+    needed, needed_alone = np.max(of_stacks, axis=(0, 2)) / share, rows.max((0, 2)) / share
+    if demand.trace is not None and demand.run.strikes:
+        most = most_tokens(demand.trace, config.num_ranks)
+        factors = most / (config.num_local_experts * demand.mean_rows)
+        # A smaller factor has as many slots between ranks.
+        crossing = np.where(most > config.wire_slots(demand.run.num_tokens), factors, 0)
+        needed = np.maximum(needed, crossing.max(1))
+        needed_alone = np.maximum(needed_alone, crossing.max(0))
+    return needed, needed_alone
 
 
 def kept_bytes(

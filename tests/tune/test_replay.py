@@ -219,6 +219,26 @@ def test_what_collectives_strike(policy):
     assert replay(traced, pool="store").dropped[-1].sum() == 0
 
 
+def test_a_step_and_a_layer_need_slots_for_their_own_tokens():
+    """Four ranks of two experts, P = 4 of 9 tokens up to factor 1.25.
+
+    In step 0 at most three tokens of a source go to a rank, in step 1 all of source 0 in layer 2.
+    """
+    places = [(step, layer, rank) for step in (0, 1) for layer in (1, 2) for rank in range(4)]
+    steps, layers, ranks = ([*numbers] for numbers in zip(*places, strict=True))
+    sizes = dict(num_tokens=9, num_experts=8, top_k=1, num_ranks=4)
+    trace = small_trace(steps=steps, layers=layers, ranks=ranks, **sizes)
+    trace.ids_NTK[:] = np.arange(9)[:, None] % 8
+    trace.ids_NTK[places.index((1, 2, 0))] = 1
+    demands = [demand_of(of_run(trace, strikes=strikes)) for strikes in (None, "probs")]
+    direct, struck = (replay(asked, [1.25, 4.0], pool="store") for asked in demands)
+    assert direct.needed.tolist() == [12 / 9, 30 / 18]
+    assert struck.needed.tolist() == [12 / 9, 4.0]
+    assert direct.needed_alone.tolist() == [12 / 9, 2.0]
+    assert struck.needed_alone.tolist() == [12 / 9, 4.0]
+    assert struck.lost.tolist() == [5, 0]
+
+
 def test_grid():
     assert grid(1.234)[-3:] == (1.15, 1.2, 1.24)
     assert grid(2.1)[-3:] == (1.95, 2.0, 2.1)
