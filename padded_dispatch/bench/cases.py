@@ -53,14 +53,12 @@ class Contender:
         name: its name in results files.
         variant: a key of `OPTIONS`; None for stock.
         graph: "layer" if the layer runs in a CUDA graph, else "none".
-        on_cpu: whether it runs without a GPU.
         fp8: whether it computes in fp8, recipe tensorwise; quantizing weights is not measured.
     """
 
     name: Literal["stock-dropless", "stock-drop-pad", "ours"]
     variant: str | None = None
     graph: Literal["none", "layer"] = "none"
-    on_cpu: bool = False
     fp8: bool = False
 
     @property
@@ -68,14 +66,19 @@ class Contender:
         """True if it has a capacity; a contender without one runs once for all factors."""
         return self.name != "stock-dropless"
 
+    @property
+    def on_cpu(self) -> bool:
+        """True if it runs without a GPU."""
+        return self.drops and self.graph == "none"
+
 
 CONTENDERS = {
     "dropless": Contender(name="stock-dropless"),
-    "drop-pad": Contender(name="stock-drop-pad", on_cpu=True),
-    **{key: Contender(name="ours", variant=key, on_cpu=True) for key in OPTIONS},
+    "drop-pad": Contender(name="stock-drop-pad"),
+    **{key: Contender(name="ours", variant=key) for key in OPTIONS},
 }
 CONTENDERS |= {
-    f"{key}-graphed": dataclasses.replace(CONTENDERS[key], graph="layer", on_cpu=False)
+    f"{key}-graphed": dataclasses.replace(CONTENDERS[key], graph="layer")
     for key in ("drop-pad", *OPTIONS)
 }
 CONTENDERS |= {
@@ -220,11 +223,10 @@ class Case:
 
     def dispatch_config(self) -> DispatchConfig:
         """Return the config of stock's cells; C = T if nothing is dropped."""
-        factor = NO_DROP if self.capacity_factor is None else self.capacity_factor
         return DispatchConfig(
             num_experts=self.shape.num_experts,
             top_k=self.shape.top_k,
-            capacity_factor=factor,
+            capacity_factor=NO_DROP if self.capacity_factor is None else self.capacity_factor,
             num_ranks=self.ep,
         )
 

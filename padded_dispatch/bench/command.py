@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from padded_dispatch.bench.cases import CONTENDERS, MODELS, README_FLAGS, Case, sweep
-from padded_dispatch.bench.layer import RoutedLayer, build, stock_flags
+from padded_dispatch.bench.layer import RoutedLayer, build, megatron_flags
 from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, timed
 from padded_dispatch.bench.report import differences, line, readme_table, roofline, table
 from padded_dispatch.config import require
@@ -141,7 +141,7 @@ def measure(
     started = time.monotonic()
     contender = CONTENDERS[case.contender]
     on_gpu = device.type == "cuda"
-    flags = stock_flags(case, on_gpu=on_gpu)
+    flags = megatron_flags(case, on_gpu=on_gpu)
     row: dict[str, Any] = {
         **vars(case),
         "contender": contender.name,
@@ -151,15 +151,15 @@ def measure(
         "iterations": settings.iterations,
         "ranks": dist.get_world_size(),
     }
-    errors, row["error"] = [None] * dist.get_world_size(), None
+    error, errors = None, [None] * dist.get_world_size()
     try:
         row |= _figures(case, flags, settings, device)
-    except Exception as error:  # the other contenders can still be measured
-        row["error"] = f"{type(error).__name__}: {error}"[:500]
-        dist.all_gather_object(errors, row["error"], group=votes)  # `error` stays its context.
+    except Exception as raised:  # the other contenders can still be measured
+        error = f"{type(raised).__name__}: {raised}"[:500]
+        dist.all_gather_object(errors, error, group=votes)  # `raised` stays its context.
     else:
-        dist.all_gather_object(errors, row["error"], group=votes)
-        row["error"] = next(filter(None, errors), None)
+        dist.all_gather_object(errors, error, group=votes)
+    row["error"] = error or next(filter(None, errors), None)
     gc.collect()  # a layer is a reference cycle, and its graph holds memory
     if on_gpu:
         # Private API, no other exists: a stream's workspace would count for its first user.
@@ -173,7 +173,7 @@ def _figures(
 ) -> dict[str, Any]:
     """Measure one case and return its figures; on a CPU, those that need a GPU are None."""
     on_gpu = device.type == "cuda"
-    graphed = CONTENDERS[case.contender].graph == "layer"
+    contender = CONTENDERS[case.contender]
     dtype = torch.bfloat16 if on_gpu else torch.float32
     sizes = case.shape, case.tokens, case.skew
     data = batches(*sizes, seed=dist.get_rank(), dtype=dtype, device=device)
@@ -182,14 +182,16 @@ def _figures(
         reset_peaks()
     held_gib = allocated_gib() if on_gpu else 0.0
     layer = build(case, flags, device)
+    graphed = contender.graph == "layer"
     passes = Passes(layer, data, graphed=graphed, main_grad=case.main_grad)
     timing = timed(passes.run, iterations=settings.iterations, device=device)
     # Before the profiler, whose memory is no part of the layer.
     allocated = round(allocated_gib() - held_gib, 3) if on_gpu else None
     demand_BSE = _demand(case, data)
     kept_SE = _kept(case, layer, passes, demand_BSE)
-    share, floor = kept_SE.sum().item() * len(data) / demand_BSE.sum().item(), None
-    if on_gpu and not CONTENDERS[case.contender].fp8:
+    kept_share = kept_SE.sum().item() * len(data) / demand_BSE.sum().item()
+    floor = None
+    if on_gpu and not contender.fp8:
         gpu = torch.cuda.get_device_name(device)
         floor = roofline(kept_SE, case.shape, gpu, main_grad=case.main_grad != "none")
     kernels = kernels_ms(passes.run, device) if settings.kernels else {}
@@ -200,7 +202,7 @@ def _figures(
         "chosen": getattr(layer.layer.token_dispatcher, "chosen", None),  # Stock's has none.
         "ms": timing.ms,
         **vars(timing),
-        "dropped": 1 - share if CONTENDERS[case.contender].drops else None,
+        "dropped": 1 - kept_share if contender.drops else None,
         "floor_ms": floor,
         "allocated_gib": allocated,
         "kernels_ms": shown,

@@ -44,7 +44,7 @@ class RoutedLayer(nn.Module):
         return output
 
 
-def stock_flags(case: Case, *, on_gpu: bool) -> dict[str, Any]:
+def megatron_flags(case: Case, *, on_gpu: bool) -> dict[str, Any]:
     """Return the fields of TransformerConfig that a row lists.
 
     Fusions that production sets are on for stock and ours, on GPUs, where they exist.
@@ -67,7 +67,7 @@ def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLaye
     """Build the layer of `case`: bf16 with TEGroupedMLP on GPUs, fp32 with SequentialMLP on CPUs.
 
     Megatron's groups must exist and `padded_alltoall` must be installed. Weights are the same on
-    every call. `flags`: from `stock_flags`.
+    every call. `flags`: from `megatron_flags`.
     """
     on_gpu = device.type == "cuda"
     shape = case.shape

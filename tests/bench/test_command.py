@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from padded_dispatch.bench import command
 from padded_dispatch.bench.cases import Case, read_bench, routing_scores
-from padded_dispatch.bench.layer import build, stock_flags
+from padded_dispatch.bench.layer import build, megatron_flags
 from padded_dispatch.bench.measure import Passes, batches
 from padded_dispatch.megatron import install, uninstall
 from tests.support import tiny
@@ -37,7 +37,7 @@ def _case(**changes):
 
 def _built(**changes):
     case = _case(**changes)
-    return case, build(case, stock_flags(case, on_gpu=False), CPU)
+    return case, build(case, megatron_flags(case, on_gpu=False), CPU)
 
 
 def _data(case, seed=0):
@@ -104,7 +104,7 @@ def test_gradients_are_added_to_main_grad_once(megatron, contender, main_grad):
 
 def test_stock_and_ours_have_the_fusions_of_production():
     for contender in ("drop-pad-graphed", "auto-graphed"):
-        flags = stock_flags(_case(contender=contender, main_grad="fused"), on_gpu=True)
+        flags = megatron_flags(_case(contender=contender, main_grad="fused"), on_gpu=True)
         assert (flags["moe_router_fusion"], flags["gradient_accumulation_fusion"]) == (True, True)
         assert flags["moe_permute_fusion"] == (contender != "auto-graphed")
 
