@@ -31,7 +31,7 @@ def train(given: argparse.Namespace) -> int:
         SystemExit: see `start_workers`.
     """
     settings = resolve(given)
-    outcome = _start([settings], [_header(settings)])
+    outcome = _start([(_header(settings), settings)])
     first, last = outcome.rows[0].loss, outcome.last_loss
     if last is None:
         return 0
@@ -47,9 +47,12 @@ def compare(contenders: list[tuple[str, argparse.Namespace]]) -> int:
         ValueError: a mistake in any contender's flags, found before any worker starts.
         SystemExit: see `start_workers`; with code 1 once all others have finished.
     """
-    runs = [resolve(flags) for _, flags in contenders]
-    first = runs[0].layout
-    for settings in runs:
+    runs = [
+        (f"{number}/{len(contenders)} {name}".rstrip(), resolve(flags))
+        for number, (name, flags) in enumerate(contenders, start=1)
+    ]
+    first = runs[0][1].layout
+    for _, settings in runs:
         layout, fix = settings.layout, "give them before the first --vs"
         found = f"{layout.device}, {layout.workers} and {first.device}, {first.workers}"
         same = (layout.device, layout.workers) == (first.device, first.workers)
@@ -57,31 +60,33 @@ def compare(contenders: list[tuple[str, argparse.Namespace]]) -> int:
         rule = "be left out of compare, whose runs would write to one folder"
         trace = settings.dispatch.padded.trace
         require(trace is None, "--trace", trace, rule, "keep figures with --out")
-    names = [name for name, _ in contenders]
-    _start(runs, [f"{i}/{len(runs)} {name}".rstrip() for i, name in enumerate(names, start=1)])
+    _start(runs)
     return 0
 
 
-def _start(runs: list[Settings], titles: list[str]) -> Any:
+def _start(runs: list[tuple[str, Settings]]) -> Any:
     """Check all runs and train them in the same workers; return the outcome of the last.
+
+    `runs`: a title and settings of each.
 
     Raises:
         SystemExit: see `start_workers`. If a run failed, it is raised once all others have run.
     """
-    for settings in runs:
+    for _, settings in runs:
         _check(settings)
-    num_workers, outcome, failed = runs[0].layout.workers, None, []
+    num_workers, outcome, failed = runs[0][1].layout.workers, None, []
     num_ended = multiprocessing.get_context("spawn").RawValue("i", 0)  # runs, written by rank 0
     while num_ended.value < len(runs):
-        remaining = runs[num_ended.value :], titles[num_ended.value :], num_ended
+        remaining = runs[num_ended.value :]
         launch.show(f"starting {_processes(num_workers)}: 10 to 30 seconds")
         try:
-            outcome = launch.start_workers(work, remaining, num_workers=num_workers)
+            outcome = launch.start_workers(work, (remaining, num_ended), num_workers=num_workers)
             break
         except SystemExit as end:
             if end.code != 1 or num_ended.value == len(runs):  # a signal, or all runs have ended
                 raise
-            failed.append(titles[num_ended.value])
+            title, _ = runs[num_ended.value]
+            failed.append(title)
             num_ended.value += 1
     if failed:
         sys.stderr.write(f"{len(failed)} of {len(runs)} failed: {'; '.join(failed)}\n")
@@ -89,7 +94,7 @@ def _start(runs: list[Settings], titles: list[str]) -> Any:
     return outcome
 
 
-def work(runs: list[Settings], titles: list[str], num_ended: Any) -> Any:
+def work(runs: list[tuple[str, Settings]], num_ended: Any) -> Any:
     """Run a worker from start to end: one run after another; return the outcome of the last.
 
     Consecutive runs with the same layout share Megatron's process groups. `num_ended`: a counter
@@ -102,12 +107,12 @@ def work(runs: list[Settings], titles: list[str], num_ended: Any) -> Any:
     from padded_dispatch.megatron.world import world
     from padded_dispatch.train import loop
 
-    outcome, remaining_titles = None, iter(titles)
-    with world(runs[0].layout.device) as device, absent_ranks_named():
-        for layout, group in itertools.groupby(runs, key=lambda settings: settings.layout):
+    outcome = None
+    with world(runs[0][1].layout.device) as device, absent_ranks_named():
+        for layout, group in itertools.groupby(runs, key=lambda run: run[1].layout):
             with loop.model_parallel(layout):
-                for settings in group:
-                    launch.show(next(remaining_titles))
+                for title, settings in group:
+                    launch.show(title)
                     outcome = loop.train(settings, device)
                     if dist.get_rank() == 0:
                         num_ended.value += 1

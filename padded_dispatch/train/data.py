@@ -19,7 +19,7 @@ from padded_dispatch.config import require
 
 # Tests and third-party packages differ from one installation to the next.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-_HELD_OUT_SHARE = 20  # one file in twenty
+_HELD_OUT = 20  # one file in twenty
 _DOCUMENTS = ".md", ".rst", ".txt"
 
 
@@ -39,16 +39,17 @@ def load_corpus(text: str | None = None) -> tuple[np.ndarray, np.ndarray]:
     """
     root = Path(sysconfig.get_paths()["stdlib"] if text is None else text)
     endings = (".py",) if text is None else (".py", *_DOCUMENTS)
-    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    train: list[bytes] = []
+    held_out: list[bytes] = []
     for name in sorted(_files(root, endings, _SKIPPED if text is None else set())):
-        held_out = name.endswith(_DOCUMENTS)
+        is_held_out = name.endswith(_DOCUMENTS)
         if text is None:
-            held_out = zlib.crc32(name.encode()) % _HELD_OUT_SHARE == 0
-        parts[held_out].append((root / name).read_bytes() + b"\0")
+            is_held_out = zlib.crc32(name.encode()) % _HELD_OUT == 0
+        part = held_out if is_held_out else train
+        part.append((root / name).read_bytes() + b"\0")
     rule = "be a folder with Python files to train on and documents to evaluate on"
-    require(all(parts.values()), "--text", str(root), rule)
-    train, held_out = (np.frombuffer(b"".join(parts[key]), np.uint8) for key in (False, True))
-    return train, held_out
+    require(train and held_out, "--text", str(root), rule)
+    return np.frombuffer(b"".join(train), np.uint8), np.frombuffer(b"".join(held_out), np.uint8)
 
 
 def _files(root: Path, endings: tuple[str, ...], skipped: set[str]) -> Iterator[str]:

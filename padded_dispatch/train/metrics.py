@@ -53,8 +53,8 @@ class Step:
 class Row:
     """Figures of the steps since the row before, over all ranks.
 
-    `loss`: mean per byte, in nats. `step_ms`: mean. `dropped`: share of rows over all MoE layers
-    that found no room, in the first run of a repeated step; None if the dispatcher does not count.
+    `loss`: mean per byte, in nats. `step_ms`: mean. `dropped`: share of all MoE layers' rows that
+    were dropped, in the first run of a repeated step; None if the dispatcher does not count.
     `retried`: steps that ran twice because of drops; None if the run repeats none.
     """
 

@@ -219,16 +219,16 @@ class Settings:
 
     def flags(self) -> dict[str, Any]:
         """Return the settings that decide the figures of the run, for its row in a results file."""
-        groups = {name: dataclasses.asdict(getattr(self, name)) for name in ("recipe", "layout")}
-        dispatch = {**vars(self.dispatch), "padded": dataclasses.asdict(self.dispatch.padded)}
-        return groups | {"dispatch": dispatch, "steps": self.output.steps}
+        groups = ("recipe", "layout", "dispatch")
+        flags = {name: dataclasses.asdict(getattr(self, name)) for name in groups}
+        return flags | {"steps": self.output.steps}
 
     def __post_init__(self) -> None:
         for group in (self.output, self.recipe, self.layout):
             for name, value in vars(group).items():
                 if name == "seed":
                     require(0 <= value < 2**63, flag(name), value, "be from 0 to 2**63 - 1")
-                elif isinstance(value, int | float) and value is not False:
+                elif isinstance(value, int | float) and not isinstance(value, bool):
                     require(0 < value < math.inf, flag(name), value, "be above 0 and finite")
         self._check_layout()
         self._check_dispatch()
@@ -236,25 +236,26 @@ class Settings:
 
     def _check_layout(self) -> None:
         model, recipe, layout = self.model, self.recipe, self.layout
-        ranks = recipe.micro_batch * layout.dp
+        of_pass = recipe.micro_batch * layout.dp  # sequences, over all ranks
         for name, value, factors, product in (
             ("--workers", layout.workers, "tp * pp", layout.tp * layout.pp),
             ("--workers", layout.workers, "etp * pp * ep", layout.etp * layout.pp * layout.ep),
             ("--num-layers", recipe.num_layers, "pp * vpp", layout.pp * (layout.vpp or 1)),
-            ("--global-batch", recipe.global_batch, "micro_batch * data parallel size", ranks),
+            ("--global-batch", recipe.global_batch, "micro_batch * data parallel size", of_pass),
         ):
             require(value % product == 0, name, value, f"be a multiple of {factors}={product}")
-        on_gpu = layout.device == "cuda"
-        require(recipe.fp8 == "none" or on_gpu, "--fp8", recipe.fp8, "be none on a CPU")
         rule = f"divide the {model.num_experts} experts"
         require(model.num_experts % layout.ep == 0, "--ep", layout.ep, rule, "leave it out")
         if layout.vpp is not None:
             require(layout.pp > 1, "--vpp", layout.vpp, "be left out at --pp 1")
-            rule = f"be a multiple of {ranks * layout.pp}, pp passes per rank, with --vpp"
-            fits = recipe.global_batch % (ranks * layout.pp) == 0
+            of_round = of_pass * layout.pp
+            rule = f"be a multiple of {of_round}, pp passes per rank, with --vpp"
+            fits = recipe.global_batch % of_round == 0
             require(fits, "--global-batch", recipe.global_batch, rule)
-        rule = "be 1 on a CPU, where Megatron's layer norm has no sequence parallelism"
-        require(layout.tp == 1 or layout.device == "cuda", "--tp", layout.tp, rule)
+        if layout.device == "cpu":
+            require(recipe.fp8 == "none", "--fp8", recipe.fp8, "be none on a CPU")
+            rule = "be 1 on a CPU, where Megatron's layer norm has no sequence parallelism"
+            require(layout.tp == 1, "--tp", layout.tp, rule)
 
     def _check_dispatch(self) -> None:
         dispatch, on_gpu = self.dispatch, self.layout.device == "cuda"

@@ -94,7 +94,7 @@ def test_a_run_that_is_stopped_leaves_what_it_had(tmp_path, capfd):
 def test_train_says_whether_the_loss_fell(monkeypatch, capsys, losses, code):
     rows: Any = [SimpleNamespace(loss=loss) for loss in losses]
     outcome = Outcome(rows=rows, evaluations={})
-    monkeypatch.setattr(command, "_start", lambda runs, titles: outcome)
+    monkeypatch.setattr(command, "_start", lambda runs: outcome)
     assert command.train(read(["--device", "cpu"])) == code
     verb = ("fell from 5.00 to 4.00", "did not fall: it went from 4.00 to 5.00")[code]
     line = f"loss {verb} (mean of the last lines, at most ten)\n"
