@@ -108,13 +108,21 @@ def real_table() -> Markdown:
     """Return a table of the runs: time, its spread, memory, and what ours had no room for."""
     lines = []
     for (model, gpus), rows in readme_figures.real_runs().items():
-        for name, row in rows.items():
+        for contender, row in rows.items():
             times = row["ms"][readme_figures.FIRST_STEP - 1 :]
             ours = "dropped" in row
-            shares = [f"{mean(row[name]):.2%}" if ours else "" for name in ("dropped", "again")]
-            cells = model, str(gpus), name, f"{row['median_ms']:,.0f}"
-            cells += f"{min(times):,.0f}, {max(times):,.0f}", f"{row['peak_mib'] / 1024:.0f}"
-            lines.append([*cells, *shares, readme_figures.commits([row])])
+            cells = [
+                model,
+                str(gpus),
+                contender,
+                f"{row['median_ms']:,.0f}",
+                f"{min(times):,.0f}, {max(times):,.0f}",
+                f"{row['peak_mib'] / 1024:.0f}",
+                f"{mean(row['dropped']):.2%}" if ours else "",
+                f"{mean(row['again']):.2%}" if ours else "",
+                readme_figures.commits([row]),
+            ]
+            lines.append(cells)
     head = ["model", "GPUs", "", "ms", "least, most", "GiB", "dropped", "again", "commit"]
     return table(head, lines)
 
@@ -125,9 +133,9 @@ def rivals() -> Markdown:
     for row in load("rivals"):
         case = row["model"], row.get("ep", 1), row["routing"], row["tokens"]
         if "eager" in row:
-            graph, eager = (row[way].get("ms") for way in ("graph", "eager"))
-            shown = [f"{ms:.2f}" if ms else "-" for ms in (graph, eager)]
-            cells.setdefault(case, {})[row["contender"]] = f"{shown[0]} ({shown[1]})"
+            times = [row[way].get("ms") for way in ("graph", "eager")]
+            graph, eager = (f"{ms:.2f}" if ms else "-" for ms in times)
+            cells.setdefault(case, {})[row["contender"]] = f"{graph} ({eager})"
     names = list(dict.fromkeys(name for of_case in cells.values() for name in of_case))
     lines = [
         [*map(str, case), *(of_case.get(name, "") for name in names)]

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from os import environ
 from pathlib import Path
 from statistics import median
@@ -69,7 +70,8 @@ CONTENDERS = {
     "moe_preprocess",
     "stock dropless": ALLTOALL,
 }
-# Megatron-Core asks APEX for it. Transformer Engine has the same product.
+# Megatron-Core asks APEX for this module. Transformer Engine has the same product.
+FUSED_MODULE = "fused_weight_gradient_mlp_cuda"
 FUSED = """
 from transformer_engine.pytorch.cpp_extensions import general_gemm
 
@@ -179,13 +181,14 @@ def main(argv: list[str] | None = None) -> None:
         write_text(folder / "text", given.text or Path(torch.__file__).parent)
     elif given.text:
         parser.error(f"--text must be left out, got {given.text}; {folder} has a text already")
-    (folder / "fused_weight_gradient_mlp_cuda.py").write_text(FUSED)
-    # What is installed comes before what is in the folder.
-    paths = [str(megatron_lm), environ.get("PYTHONPATH", ""), *sys.path, str(folder)]
-    kind = ", Megatron-FSDP" if "--use-megatron-fsdp" in given.more else ""
-    # Megatron-FSDP refuses the 1 that Megatron-LM's own recipes set.
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8" if kind else "1"}
-    environment["PYTHONPATH"] = ":".join(paths)
+    if find_spec(FUSED_MODULE) is None:
+        (folder / f"{FUSED_MODULE}.py").write_text(FUSED)
+    fsdp = "--use-megatron-fsdp" in given.more
+    environment = {
+        "PYTHONPATH": ":".join([str(megatron_lm), *sys.path, str(folder)]),
+        # Megatron-FSDP refuses the 1 that Megatron-LM's own recipes set.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if fsdp else "1",
+    }
     command = " ".join(["notebooks/real_run.py", *(sys.argv[1:] if argv is None else argv)])
     run_about = about(num_gpus=given.ep, command=command, commit=given.commit)
     launcher = ["timeout", "-k", "10", str(given.limit_s), sys.executable]
@@ -211,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
             ).returncode
         row: dict[str, Any] = {
             "kind": "pretrain_gpt",
-            "model": f"{model}, {given.layers} layers{kind}",
+            "model": f"{model}, {given.layers} layers{', Megatron-FSDP' if fsdp else ''}",
             "ep": given.ep,
             "contender": name,
             "micro_batches": given.micro_batches,

@@ -48,10 +48,17 @@ def test_rows_hold_what_each_run_says(tmp_path, monkeypatch):
     assert "dropped" not in dropless
     assert [row["capacity_factor"] for row in run["rows"]] == [1.25, None]
     assert [row["exit_code"] for row in run["rows"]] == [0, 1]  # torchrun's, of a run that failed
+    # Where APEX is installed its product is taken.
+    stand_in = tmp_path / f"{real_run.FUSED_MODULE}.py"
+    apex = tmp_path / "apex"
+    apex.mkdir()
+    stand_in.rename(apex / stand_in.name)
+    monkeypatch.syspath_prepend(apex)
     only = ["--only", "ours", "--more", "--seed 5 --use-megatron-fsdp"]
     real_run.main([*given.split()[:-2], "--models", "gpt-oss-20b", "--iterations", "22", *only])
     (row,) = json.loads(out.read_text())["runs"][1]["rows"]
     assert (row["model"], row["exit_code"]) == ("gpt-oss-20b, 6 layers, Megatron-FSDP", 0)
+    assert not stand_in.exists()
     assert real_run.shape_flags("qwen3-30b-a3b").endswith("-size 768 --swiglu --qk-layernorm")
     assert "swiglu" not in real_run.shape_flags("nemotron-3-super")
 
