@@ -51,7 +51,6 @@ from padded_dispatch.exchange.symmetric_memory import allocated_gib
 from padded_dispatch.utils.results import about, append_run, require_results
 
 RECORDED, STEP, LAYER = Path(__file__).parent / "results" / "routing_counts.npz", 10, 6
-SIZES = {False: ((4096, 16384), ("qwen3-30b-a3b", "gpt-oss-20b")), True: ((64,), ("tiny",))}
 SAMPLES, PASSES, SUSTAINED_MS = 5, 20, 1000
 LIMIT_S = 400  # of one row: QuACK and Triton tune when a shape is new
 
@@ -238,7 +237,8 @@ ON_RANKS = {"torch": AllToAll, "ours": Ours, "minimal": Minimal}
 def reference(given: Inputs) -> list[Tensor]:
     """Return output and gradients in fp64, expert by expert."""
     inputs = (given.tokens_TD, given.prob_TK, given.fc1_EGD, given.fc2_EDF)
-    leaves = tokens, prob, fc1, fc2 = [x.detach().double().requires_grad_() for x in inputs]
+    leaves = [x.detach().double().requires_grad_() for x in inputs]
+    tokens, prob, fc1, fc2 = leaves
     output = torch.zeros_like(tokens)
     for expert, (both, down) in enumerate(zip(fc1.unbind(), fc2.unbind(), strict=True)):
         token, k = (given.expert_TK == expert).nonzero(as_tuple=True)
@@ -280,7 +280,8 @@ def measured(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
     kind = (CONTENDERS if num_ranks == 1 else ON_RANKS)[case["contender"]]
     importlib.import_module(kind.module)
     found = distributions(name=kind.package)  # none if it is run from its sources
-    yield (row := case | {"version": next((one.version for one in found), None)})
+    row = case | {"version": next((one.version for one in found), None)}
+    yield row
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
         torch.cuda.set_stream(torch.cuda.Stream())  # A capture must not meet the default stream.
@@ -289,7 +290,8 @@ def measured(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
         dist.init_process_group()
     whole = draw(case)
     own = {name: value.chunk(num_ranks)[rank] for name, value in vars(whole).items()}
-    contender = kind(given := Inputs(**own), num_ranks)
+    given = Inputs(**own)
+    contender = kind(given, num_ranks)
     tokens, prob = given.tokens_TD.requires_grad_(), given.prob_TK.requires_grad_()
     leaves = [tokens, prob, *contender.weights]
 
@@ -322,11 +324,12 @@ def measured(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
 
 def rows_of(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
     """Yield the row of a case as `measured` does, with the reason at the end if it fails."""
+    row = case
     try:
         for row in measured(case, wait):
-            yield (case := row)
+            yield row
     except Exception as error:
-        yield case | {"reason": repr(error)[:300]}
+        yield row | {"reason": repr(error)[:300]}
 
 
 def in_processes(cases: list[Row], seconds: float) -> Iterator[Row]:
@@ -373,18 +376,23 @@ def main(argv: list[str] | None = None) -> None:
     if given.out is None:
         parser.error("--out must be a results file, got none")
     require_results("--out", given.out)
-    tokens, models = SIZES[given.cpu]
+    tokens, models = (4096, 16384), ("qwen3-30b-a3b", "gpt-oss-20b")
+    if given.cpu:
+        tokens, models = (64,), ("tiny",)
     only = given.only or (CONTENDERS if given.ep == 1 else ON_RANKS)
     order = itertools.product(tokens, ("uniform", "recorded"), models, only)
     names = ("tokens", "routing", "model", "contender")
     cases = [{"ep": given.ep} | dict(zip(names, values, strict=True)) for values in order]
     command = " ".join(["notebooks/rivals.py", *(sys.argv[1:] if argv is None else argv)])
     run_about = about(num_gpus=0 if given.cpu else given.ep, command=command, commit=given.commit)
-    here = (list(rows_of(case, lambda: None))[-1] for case in cases)
+    rows = in_processes(cases, given.seconds)
+    if given.cpu and given.ep == 1:
+        rows = (list(rows_of(case, lambda: None))[-1] for case in cases)
     known: dict[tuple[Any, ...], dict[str, float]] = {}
-    for row in here if given.cpu and given.ep == 1 else in_processes(cases, given.seconds):
-        key = tuple(row[name] for name in names[:3])
-        for way in (row[name] for name in ("eager", "graph") if "errors" in row.get(name, {})):
+    for row in rows:
+        key = row["tokens"], row["routing"], row["model"]
+        ways = [row.get("eager", {}), row.get("graph", {})]
+        for way in (way for way in ways if "errors" in way):
             if row["contender"] == "torch":
                 known.setdefault(key, way["errors"])
             if key in known:

@@ -93,15 +93,16 @@ class Trainer:
 
     def step(self, number: int) -> Step:
         """Run step 1, 2, ...: forward, backward and an update of the weights."""
-        settings, num_before = self.settings, self.retry.num_retried if self.retry else 0
+        settings = self.settings
+        num_before = self.retry.num_retried if self.retry else 0
         if isinstance(self.graphs, LayerGraphs) and number == EAGER_STEPS + 1:
             self.graphs.capture()  # An iteration graph captures by itself.
         host_start, start = time.perf_counter(), record_event()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        first, num_passes = (number - 1) * settings.recipe.global_batch, settings.num_microbatches
-        losses = self._run_passes(self.text, first, num_passes)
+        first = (number - 1) * settings.recipe.global_batch
+        losses = self._run_passes(self.text, first, settings.num_microbatches)
         host_ms = (time.perf_counter() - host_start) * 1e3
         lr = learning_rate(settings.recipe.lr, number, settings.output.steps)
         for group in self.optimizer.param_groups:
@@ -193,7 +194,7 @@ def _run(trainer: Trainer, meter: Meter, outcome: Outcome, cleanup: ExitStack) -
     is_padded = settings.dispatch.dispatcher == "padded_alltoall"
     # It warns of drops, or raises, as `on_overflow` says.
     telemetry = Telemetry(trainer.chunks, every=output.log_every) if is_padded else None
-    recorder, rows, evaluations = _recorder(trainer), outcome.rows, outcome.evaluations
+    recorder = _recorder(trainer)
     if recorder:
         cleanup.callback(recorder.close)  # Also after a step that ends the run.
     for number in range(1, output.steps + 1):
@@ -204,16 +205,17 @@ def _run(trainer: Trainer, meter: Meter, outcome: Outcome, cleanup: ExitStack) -
             telemetry.step()
         is_last = number == output.steps
         if number == 1 or is_last or number % output.log_every == 0:
-            row, snapshots = meter.read(), telemetry.take() if telemetry else None
+            row = meter.read()
+            snapshots = telemetry.take() if telemetry else None
             if snapshots:
                 row = replace(row, dropped=snapshots.training.figures().get("dropped"))
-            rows.append(row)
+            outcome.rows.append(row)
             show(row.line(output.steps))
             if telemetry and snapshots:
                 telemetry.follow(snapshots)  # It may end the run.
         if output.eval_every and (is_last or number % output.eval_every == 0):
-            evaluations[number] = trainer.evaluate()
-            show(f"step {number} | held-out loss {evaluations[number]:.4f}")
+            loss = outcome.evaluations[number] = trainer.evaluate()
+            show(f"step {number} | held-out loss {loss:.4f}")
 
 
 def _recorder(trainer: Trainer) -> TraceRecorder | None:

@@ -18,7 +18,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
-        off = default is None or default is False or default == [] or default == argparse.SUPPRESS
+        off = default is None or default is False or default == argparse.SUPPRESS
         if text is None or off or not action.option_strings or "default:" in text:
             return text
         values = default if isinstance(default, list | tuple) else [default]

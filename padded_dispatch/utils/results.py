@@ -129,11 +129,11 @@ def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     runs = read_runs("results", path)
-    same = [run for run in runs if run["about"] == run_about]
-    if not same:
-        same = [{"about": run_about, "rows": []}]
-        runs += same
-    same[-1]["rows"] += json.loads(json.dumps(rows), parse_constant=lambda name: None)
+    run = next((run for run in reversed(runs) if run["about"] == run_about), None)
+    if run is None:
+        run = {"about": run_about, "rows": []}
+        runs.append(run)
+    run["rows"] += json.loads(json.dumps(rows), parse_constant=lambda name: None)
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
