@@ -75,21 +75,24 @@ class Recommendation:
         room = f"{advice.room:,} slots per source rank and expert"
         if pool == "store":
             room = f"a store of {advice.room:,} rows"
-        lost, words = int(self.replay.lost[self.index]), ""
-        if lost:
-            share = percent(lost / self.replay.asked.sum())
-            words = f" {share} are dropped, for want of slots between ranks or of room for a layer."
-        return (
+        sentence = (
             f"Set the capacity factor to {advice.factor:g} with capacity_pool={pool} ({room}): "
             f"{percent(advice.dropped)} of the rows of the {self.num_steps:,} steps traced find "
-            f"no room there, at most {percent(advice.worst)} in one step.{words}"
+            f"no room there, at most {percent(advice.worst)} in one step."
         )
+        if lost := self.replay.lost[self.index]:
+            share = percent(lost / self.replay.asked.sum())
+            sentence += (
+                f" {share} are dropped, for want of slots between ranks or of room for a layer."
+            )
+        return sentence
 
     def warnings(self) -> list[str]:
         """Return the reasons to doubt the answer, in sentences."""
+        reasons = []
         trace = self.replay.demand.trace
-        missing = missing_ranks(trace) if trace else ""
-        reasons = [missing] if missing else []
+        if trace is not None and (missing := missing_ranks(trace)):
+            reasons.append(missing)
         first, second = self.halves
         if max(first, second) > _ALIKE * min(first, second):
             reasons.append(

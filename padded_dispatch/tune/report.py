@@ -22,7 +22,6 @@ from padded_dispatch.tune.recommend import Study, percent
 # A row of the terminal's table is the smallest factor that leaves no more without room than this.
 _SHARES = (0.3, 0.1, 0.05, 0.01, 0.001, 0.0)
 _COLUMNS = 80
-_ROOM = {"expert": "slots", "store": "rows"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +46,10 @@ def pool_table(study: Study) -> Table:
     """Return a row for each kind of pool; equal factors are equal bytes."""
     rows = []
     for answer in study.answers:
-        holds_all = answer.replay.dropped_share == 0  # True for the last factor.
-        rows.append(
-            (
-                answer.replay.pool,
-                f"{answer.overall.factor:g}",
-                percent(answer.overall.dropped),
-                percent(answer.replay.retried[answer.index]),
-                f"{answer.replay.factors[holds_all][0]:g}",
-            )
-        )
+        replay, advice = answer.replay, answer.overall
+        no_room, retried = percent(advice.dropped), percent(replay.retried[answer.index])
+        enough = replay.factors[replay.dropped_share == 0][0]  # The last one is at the latest.
+        rows.append((replay.pool, f"{advice.factor:g}", no_room, retried, f"{enough:g}"))
     headers = ("pool", "factor", "no room", "steps with such", "all have room at")
     marked = study.answers.index(study.chosen)
     return Table(headers=headers, rows=tuple(rows), marked=marked)
@@ -70,7 +63,7 @@ def factor_table(study: Study, indices: Sequence[int], *, brief: bool) -> Table:
     replay = study.chosen.replay
     columns = {
         "factor": [f"{factor:g}" for factor in replay.factors],
-        _ROOM[study.pool]: [f"{room:,}" for room in replay.room],
+        "slots" if study.pool == "expert" else "rows": [f"{room:,}" for room in replay.room],
         "no room": map(percent, replay.dropped_share),
         "worst step": map(percent, replay.worst_step),
     }
@@ -159,18 +152,23 @@ def summary(study: Study, report: Path) -> str:
 
 def whole(study: Study) -> str:
     """Return the text of the page."""
-    replay, in_cells = study.chosen.replay, study.pool == "expert"
-    run = replay.demand.run
+    replay, run = study.chosen.replay, study.chosen.replay.demand.run
+    in_cells = study.pool == "expert"
     every_factor = range(len(replay.configs))
-    note = "No room: of all rows."
-    if not in_cells:
-        note += " In a store each overwrites another, which backward computes again;"
-        note += " what collectives strike, or one layer has beyond the store, is dropped."
+    if in_cells:
+        fate = (
+            'They are dropped; on_overflow="retry" would run such steps again. '
+            "Balanced: what a perfectly balanced router drops, as tokens choose at random."
+        )
     else:
-        note += ' They are dropped; on_overflow="retry" would run such steps again.'
-        note += " Balanced: what a perfectly balanced router drops, as tokens choose at random."
-    note += " GiB: kept for backward on a rank, of the layers that share a store, for each"
-    note += " micro-batch in flight."
+        fate = (
+            "In a store each overwrites another, which backward computes again; what collectives "
+            "strike, or one layer has beyond the store, is dropped."
+        )
+    note = (
+        f"No room: of all rows. {fate} GiB: kept for backward on a rank, of the layers that share "
+        "a store, for each micro-batch in flight."
+    )
     method = (
         f"The trace: {replay.asked.sum():,} rows of {len(replay.demand.steps):,} "
         f"micro-batches in {study.chosen.num_steps:,} steps, {len(study.chosen.layers)} "
