@@ -48,7 +48,7 @@ def pool_table(study: Study) -> Table:
     for answer in study.answers:
         replay, advice = answer.replay, answer.overall
         no_room, retried = percent(advice.dropped), percent(replay.retried[answer.index])
-        enough = replay.factors[replay.dropped_share == 0][0]  # The last one is at the latest.
+        enough = replay.factors[replay.dropped_share == 0][0]  # The grid ends with one.
         rows.append((replay.pool, f"{advice.factor:g}", no_room, retried, f"{enough:g}"))
     headers = ("pool", "factor", "no room", "steps with such", "all have room at")
     marked = study.answers.index(study.chosen)
