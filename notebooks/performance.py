@@ -110,19 +110,11 @@ def real_table() -> Markdown:
     for (model, gpus), rows in readme_figures.real_runs().items():
         for contender, row in rows.items():
             times = row["ms"][readme_figures.FIRST_STEP - 1 :]
-            ours = "dropped" in row
-            cells = [
-                model,
-                str(gpus),
-                contender,
-                f"{row['median_ms']:,.0f}",
-                f"{min(times):,.0f}, {max(times):,.0f}",
-                f"{row['peak_mib'] / 1024:.0f}",
-                f"{mean(row['dropped']):.2%}" if ours else "",
-                f"{mean(row['again']):.2%}" if ours else "",
-                readme_figures.commits([row]),
-            ]
-            lines.append(cells)
+            spread = f"{min(times):,.0f}, {max(times):,.0f}"
+            ms, gib = f"{row['median_ms']:,.0f}", f"{row['peak_mib'] / 1024:.0f}"
+            lost = [f"{mean(row[of]):.2%}" if of in row else "" for of in ("dropped", "again")]
+            cells = [model, str(gpus), contender, ms, spread, gib, *lost]
+            lines.append([*cells, readme_figures.commits([row])])
     head = ["model", "GPUs", "", "ms", "least, most", "GiB", "dropped", "again", "commit"]
     return table(head, lines)
 
