@@ -24,7 +24,7 @@ SINGLE = {f"experts.linear_fc{fc}.weight{i}" for fc in (1, 2) for i in range(tin
 
 
 def layer(experts: Any = "packed", **settings: Any) -> Any:
-    return tiny.padded_layer(PaddedOptions(experts=experts), **settings)
+    return tiny.padded_layer(experts=experts, **settings)
 
 
 def names(module: Any) -> set[str]:

@@ -18,7 +18,7 @@ DISPATCH = DispatchConfig(num_experts=4, top_k=2, capacity_factor=1.5, capacity_
 
 def changed(**settings: Any) -> Any:
     """A config with settings that Megatron would want more ranks for."""
-    return tiny.changed(tiny.config(num_layers=8), **settings)
+    return tiny.config(num_layers=8, later=settings)
 
 
 def joined(config: Any, numbers: list[int], rank: int = 0, group: Any = None) -> list[Joined]:

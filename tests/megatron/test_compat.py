@@ -14,7 +14,7 @@ import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import padded_dispatch
-from padded_dispatch.megatron import PaddedOptions, guard, install, uninstall
+from padded_dispatch.megatron import guard, install, uninstall
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from tests.support import tiny
 
@@ -79,7 +79,7 @@ def test_what_is_wrapped_is_in_the_table_and_uninstall_undoes_all_of_it(others):
     assert wrapped() == set()
     install()
     tiny.layer(tiny.config())  # It makes a config, and packs experts.
-    tiny.padded_layer(PaddedOptions(experts="packed"))
+    tiny.padded_layer(experts="packed")
     for way in WAYS:
         guard.install(SimpleNamespace(**way))
     found = wrapped()

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, kernels
-from padded_dispatch.megatron import PaddedOptions, install, schedule, uninstall
+from padded_dispatch.megatron import install, schedule, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.config import take_over
 from padded_dispatch.routing import select
@@ -40,9 +40,8 @@ def stock(factor: float, **settings: Any) -> Any:
     return tiny.layer(tiny.config("alltoall", **settings))
 
 
-def ours(factor: float | None, options: PaddedOptions | None = None, **settings: Any) -> Any:
-    settings |= {"dispatcher": "alltoall", "moe_expert_capacity_factor": factor}
-    return tiny.padded_layer(options, **settings)
+def ours(factor: float | None, **settings: Any) -> Any:
+    return tiny.padded_layer(dispatcher="alltoall", moe_expert_capacity_factor=factor, **settings)
 
 
 # A recipe that asks for rows in multiples of 16; experts on a CPU compute as without it.
@@ -53,14 +52,6 @@ TENSORWISE = RecipeConfig.from_config_dict(
 
 def tokens(*shape: int) -> Tensor:
     return torch.randn(*shape, tiny.HIDDEN, generator=torch.Generator().manual_seed(3))
-
-
-def ask_for(layer: Any, *experts: int) -> None:
-    """Make every token with a positive first element ask for these experts, the first most."""
-    with torch.no_grad():
-        layer.router.weight.zero_()
-        for rank, expert in enumerate(experts):
-            layer.router.weight[expert, 0] = 2.0 - rank
 
 
 def alike(num_tokens: int) -> Tensor:
@@ -94,7 +85,7 @@ def test_d1_capacity_above_the_number_of_tokens():
         stock(3.0).double()(x)
     expected, _ = dropless().double()(x)
     for factor, experts in ((3.0, "module"), (1e308, "module"), (1e308, "packed")):
-        output, _ = ours(factor, PaddedOptions(experts=experts)).double()(x)
+        output, _ = ours(factor, experts=experts).double()(x)
         assert_equal_up_to_rounding(output, expected)
 
 
@@ -128,7 +119,7 @@ def test_d3_expert_bias_moves():
     x = alike(12)
     updates = []
     for layer in (stock(1.0, **tiny.EXPERT_BIAS), ours(1.0, **tiny.EXPERT_BIAS)):
-        ask_for(layer, 0, 1)
+        tiny.ask_for(layer, 0, 1)
         layer(x)
         router = layer.router
         updates.append(
@@ -147,7 +138,7 @@ def test_d4_padding_tokens_take_no_slot():
     padding_mask[:6] = True
     kept = []
     for layer in (stock(1.0), ours(1.0)):
-        ask_for(layer, 0, 1)
+        tiny.ask_for(layer, 0, 1)
         probs_TE, _ = layer.router(x, padding_mask)
         kept.append((probs_TE > 0).split(6))
     (stock_padding, stock_real), (padding, real) = kept
@@ -163,7 +154,7 @@ def test_d4b_expert_bias_with_a_padding_mask(num_tokens):
     padding_mask[-1] = True
     theirs, padded = dropless(**tiny.EXPERT_BIAS), ours(None, **tiny.EXPERT_BIAS)
     for layer in (theirs, padded):
-        ask_for(layer, 0, 1)
+        tiny.ask_for(layer, 0, 1)
     mended = package_info.MINOR >= 20
     if num_tokens == 4 or mended:
         theirs.router(x, padding_mask)
@@ -227,7 +218,7 @@ def test_d7_no_token_visits_an_expert_that_it_did_not_ask_for():
     x = alike(8)
     finite = {}
     for name, layer in {"dropless": dropless(), "stock": stock(1.0), "ours": ours(1.0)}.items():
-        ask_for(layer, 0, 1)
+        tiny.ask_for(layer, 0, 1)
         unused = layer.experts.local_experts[3]
         with torch.no_grad():
             unused.linear_fc1.weight.fill_(1e30)
@@ -262,7 +253,7 @@ def test_d9_padding_stays_out_of_an_experts_statistics():
     x[:5, 0, 1] = 100  # any C = 4 of the 8 tokens have an outlier among them
     maxima = []
     for layer in (stock(1.0), ours(1.0)):
-        ask_for(layer, 0, 1)
+        tiny.ask_for(layer, 0, 1)
         rows_ND, counts_L = expert_inputs(layer, x)
         maxima.append([rows.abs().max().item() for rows in rows_ND.split(counts_L.tolist())])
     (_, _, *stock_unused), (_, _, *unused) = maxima
@@ -370,7 +361,7 @@ def test_d14_shared_expert_overlap_after_a_partial_capture():
         with pytest.raises(AssertionError, match="must be called from IDLE state"):
             call_after_partial_capture(stock(1.0, **shared), x)
     for experts in ("module", "packed"):
-        layer = ours(1.0, PaddedOptions(experts=experts), **shared)
+        layer = ours(1.0, experts=experts, **shared)
         expected = layer(x)[0]
         assert torch.equal(call_after_partial_capture(layer, x), expected)
 
@@ -410,7 +401,7 @@ def test_d18_drops_are_counted():
     stock(0.5)(tokens(6, 2))
     assert set(moe_utils.get_moe_layer_wise_logging_tracker()) == before
     layer = ours(0.5)
-    ask_for(layer, 0, 1)
+    tiny.ask_for(layer, 0, 1)
     layer(alike(12))
     counters = layer.token_dispatcher.counters
     dropped_E = counters.demand_E - counters.kept_E

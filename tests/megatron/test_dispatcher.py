@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_p
 from torch import Tensor
 
 from padded_dispatch.counters import Counters
-from padded_dispatch.megatron import PaddedOptions, dispatcher
+from padded_dispatch.megatron import dispatcher
 from padded_dispatch.megatron.compat import found
 from padded_dispatch.utils.logs import log_once
 from tests.support import tiny
@@ -45,8 +45,8 @@ def test_a_rank_without_tokens_raises_on_all(pool2):
 def test_a_layer_finds_its_factor_and_shared_experts():
     shared = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True}
     for experts in ("module", "packed"):
-        options = PaddedOptions(layer_factors={1: 3.0}, experts=experts)
-        made = tiny.padded_layer(options, dispatcher="alltoall", **shared)
+        given = {"layer_factors": {1: 3.0}, "experts": experts, **shared}
+        made = tiny.padded_layer(dispatcher="alltoall", **given)
         assert made.token_dispatcher.configs.current.capacity_factor == 3.0
         assert made.token_dispatcher.shared_experts is made.shared_experts is not None
 
@@ -73,7 +73,7 @@ def test_optimizers_that_would_leave_packed_weights_to_adam_are_refused(experts)
     """Megatron's Muon marks weights of experts in each version; it takes those of 2 dimensions."""
     homes = [home for name in ("optimizer", "optimizer.muon") if (home := found(name))]
     assert any("param.expert_tp = True" in inspect.getsource(home) for home in homes)
-    made = tiny.padded_layer(PaddedOptions(experts=experts))
+    made = tiny.padded_layer(experts=experts)
     for parameter in made.experts.parameters():  # Megatron-LM marks those of every model: False.
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     made.eval()(torch.randn(3, 2, tiny.HIDDEN))
@@ -103,7 +103,7 @@ def test_evaluation_that_drops_as_training_does_is_named_once(caplog, monkeypatc
 def test_the_price_of_dropping_nothing_is_said_once(caplog):
     log_once.cache_clear()
     for experts in ("module", "module", "packed"):  # Packed rows are as many as in balance.
-        moe = tiny.padded_layer(PaddedOptions(experts=experts))
+        moe = tiny.padded_layer(experts=experts)
         for length in (9, 9, 10):
             moe(torch.randn(length, 2, tiny.HIDDEN))
     tiny.padded_layer(moe_expert_capacity_factor=2.0)(torch.randn(9, 2, tiny.HIDDEN))
@@ -119,7 +119,7 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
 @pytest.mark.parametrize("experts", ["module", "packed"])
 def test_the_first_pass_of_recompute_is_not_counted(experts):
     """It has no gradients; evaluation has none either, and is counted by itself."""
-    moe = tiny.padded_layer(PaddedOptions(experts=experts), moe_expert_capacity_factor=0.5)
+    moe = tiny.padded_layer(experts=experts, moe_expert_capacity_factor=0.5)
     hidden, all_masked = torch.randn(8, 1, tiny.HIDDEN), torch.ones(1, 8, dtype=torch.bool)
 
     def counts(counters: Counters) -> tuple[int, ...]:
@@ -140,7 +140,7 @@ def test_the_first_pass_of_recompute_is_not_counted(experts):
 @pytest.mark.parametrize("experts", ["module", "packed"])
 def test_the_combined_schedule_frees_no_memory_that_results_have(experts):
     """On one rank, where the exchange hands on what it can."""
-    moe = tiny.padded_layer(PaddedOptions(experts=experts), later=OVERLAPS)
+    moe = tiny.padded_layer(experts=experts, later=OVERLAPS)
     hidden = torch.randn(9, 2, tiny.HIDDEN)
     dispatcher = moe.token_dispatcher
     given = dispatcher.dispatch_preprocess(hidden, *reversed(moe.route(hidden)))

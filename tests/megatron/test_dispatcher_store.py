@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
 from padded_dispatch.counters import Counters
 from padded_dispatch.experts import store
-from padded_dispatch.megatron import PaddedOptions, dispatcher, padded_spec
+from padded_dispatch.megatron import dispatcher
 from padded_dispatch.megatron.stacked_linear import StackedLinear, following_zeros
 from padded_dispatch.megatron.watch import Watch
 from tests.support import tiny
@@ -28,8 +28,8 @@ E, K = tiny.NUM_EXPERTS, tiny.TOP_K
 
 
 def layer(pool: Any, factor: Any, *, eval_factor: Any = None, **settings: Any) -> Any:
-    options = PaddedOptions(experts="packed", capacity_pool=pool, eval_factor=eval_factor)
-    made = tiny.padded_layer(options, moe_expert_capacity_factor=factor, **settings)
+    options = {"experts": "packed", "capacity_pool": pool, "eval_factor": eval_factor}
+    made = tiny.padded_layer(**options, moe_expert_capacity_factor=factor, **settings)
     with torch.no_grad():
         made.router.weight[0] += 3 * made.router.weight[1]  # Expert 0 is busy, and so is rank 0.
     return made
@@ -38,12 +38,10 @@ def layer(pool: Any, factor: Any, *, eval_factor: Any = None, **settings: Any) -
 def chain(
     number: int, factor: float | None, pool: Any = "store", eval_factor: Any = None, **settings: Any
 ) -> list[Any]:
-    config = tiny.config(num_layers=number, moe_expert_capacity_factor=factor)
+    given: Any = {"num_layers": number, "moe_expert_capacity_factor": factor, "later": settings}
     options = {"experts": "packed", "capacity_pool": pool, "eval_factor": eval_factor}
-    settings["padded_dispatch"] = PaddedOptions(**options)
-    tiny.changed(config, **settings)
-    spec = padded_spec(tiny.layer_spec())
-    return [tiny.layer(config, spec, index + 1) for index in range(number)]
+    config = tiny.config(**given, **options)
+    return [tiny.layer(config, index + 1, padded=True) for index in range(number)]
 
 
 def tokens(num_tokens: int, seed: int = 0) -> Tensor:
@@ -370,10 +368,9 @@ def test_an_eager_evaluation_inside_a_capture_raises(monkeypatch):
 
 
 def test_a_store_for_experts_that_cannot_be_packed_is_refused_by_name():
-    options = PaddedOptions(capacity_pool="store")
     settings = {"moe_apply_probs_on_input": True, "moe_router_pre_softmax": True}
     with pytest.raises(ValueError) as error:
-        tiny.padded_layer(options, moe_router_topk=1, **settings)
+        tiny.padded_layer(experts="auto", capacity_pool="store", moe_router_topk=1, **settings)
     assert str(error.value).startswith(
         "capacity_pool must be expert or auto, because a store needs packed experts, got 'store'; "
         "packed experts do not support\n  moe_apply_probs_on_input=True: "

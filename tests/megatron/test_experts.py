@@ -2,7 +2,9 @@
 
 import gc
 import logging
+import re
 import weakref
+from collections import defaultdict
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -32,42 +34,28 @@ from tests.support.pool import WorkerPool
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
-MODULE = PaddedOptions(experts="module")
-PACKED = PaddedOptions(experts="packed")
-CELLS = PaddedOptions(experts="packed", capacity_pool="expert")
-AUTO = PaddedOptions(experts="auto")
-STORE = PaddedOptions(capacity_pool="store")
 SHAPES = {"fc1": (48, tiny.HIDDEN), "fc2": (tiny.HIDDEN, 24)}
 
 
-def layer(options: PaddedOptions = PACKED, later: Any = None, **overrides: Any) -> Any:
-    """Build a layer; `later` are settings that Megatron refuses on a CPU."""
-    made = tiny.padded_layer(options, later=later, **overrides)
-    if made.config.add_bias_linear and options not in (PACKED, CELLS):
+def layer(experts: str = "packed", **given: Any) -> Any:
+    made = tiny.padded_layer(experts=experts, **given)
+    if made.config.add_bias_linear and not isinstance(made.experts, StackedExperts):
         for expert in made.experts.local_experts:
             # Megatron adds fc2's bias in place to a view that autograd wants whole.
             expert.linear_fc2.register_forward_hook(lambda *call: (call[2][0].clone(), call[2][1]))
     return made
 
 
-def by_expert(layer: Any, linear: str, kind: str) -> list[Tensor]:
-    if isinstance(layer.experts, StackedExperts):
-        grad = getattr(getattr(layer.experts, linear), kind).grad
-        return list(grad.unflatten(0, (tiny.NUM_EXPERTS, -1)) if kind == "bias" else grad)
-    linears = [getattr(expert, linear) for expert in layer.experts.local_experts]
-    return [getattr(one, kind).grad for one in linears]
-
-
-def results(layer: Any, tokens: Tensor) -> dict[str, Tensor]:
-    tokens = tokens.clone().requires_grad_()
-    output, bias = layer(tokens)
-    assert bias is None
-    output.square().sum().backward()
-    found = {"output": output, "tokens": tokens.grad, "router": layer.router.weight.grad}
-    kinds = ["weight", "bias"] if layer.config.add_bias_linear else ["weight"]
-    for name in SHAPES:
-        found |= {f"{name} {k}": torch.stack(by_expert(layer, f"linear_{name}", k)) for k in kinds}
-    return found
+def assert_alike(packed: Any, module: Any, tokens: Tensor) -> None:
+    """Compare all results; those of single experts are parts of the packed ones."""
+    ours, found = tiny.results(packed, tokens), defaultdict(list)
+    for name, value in tiny.results(module, tokens).items():
+        found[re.sub(r"local_experts\.\d+\.", "", name)].append(value)
+    assert ours.keys() == found.keys()
+    for name, parts in found.items():
+        expected = torch.stack(parts).view_as(ours[name])
+        assert expected.any()
+        torch.testing.assert_close(ours[name], expected, rtol=1e-12, atol=1e-14, msg=name)
 
 
 GPT_OSS = {
@@ -93,16 +81,15 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 def test_output_and_gradients_are_those_of_the_module_it_replaces(factor, shape, name):
     tokens = 3 * torch.randn(*shape, tiny.HIDDEN, dtype=torch.float64)
     settings = {"moe_expert_capacity_factor": factor, **ACTIVATIONS[name]}
-    module, packed = (layer(options, **settings).double() for options in (MODULE, CELLS))
+    module = layer("module", **settings).double()
+    packed = layer(capacity_pool="expert", **settings).double()
     if module.config.add_bias_linear:  # Which begins as zeros.
         for name in SHAPES:
             given = (biases_of(one.experts, f"linear_{name}") for one in (module, packed))
             for bias, same in zip(*given, strict=True):
                 same.copy_(bias.normal_())
     assert type(packed.experts) is StackedExperts
-    ours, expected = results(packed, tokens), results(module, tokens)
-    for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-14, msg=name)
+    assert_alike(packed, module, tokens)
 
 
 class Projection(torch.nn.Linear):
@@ -122,18 +109,10 @@ def test_latent_experts_are_those_of_the_module_they_replace(monkeypatch, factor
     monkeypatch.setattr(moe_layer, "TELinear", Projection, raising=False)
     tokens = torch.randn(7, 3, tiny.HIDDEN, dtype=torch.float64)
     settings = {"moe_latent_size": 5, "moe_expert_capacity_factor": factor}
-    module, ours = layer(MODULE, **settings).double(), layer(CELLS, **settings).double()
+    ours = layer(capacity_pool="expert", **settings).double()
     assert ours.experts.linear_fc1.weight.shape == (tiny.NUM_EXPERTS, 48, 5)
     assert ours.experts.linear_fc2.weight.shape == (tiny.NUM_EXPERTS, 5, 24)
-    found = []
-    for made in (ours, module):
-        found.append(results(made, tokens))
-        found[-1] |= {
-            n: getattr(made, n).weight.grad for n in ("fc1_latent_proj", "fc2_latent_proj")
-        }
-    for name, value in found[1].items():
-        assert value.any()
-        torch.testing.assert_close(found[0][name], value, rtol=1e-12, atol=1e-14, msg=name)
+    assert_alike(ours, layer("module", **settings).double(), tokens)
 
 
 def add_main_grads(packed: Any, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -173,7 +152,7 @@ def test_a_replay_need_not_copy_gradients_that_nobody_reads(monkeypatch):
 
 @pytest.mark.parametrize("why", ["bf16", "frozen", "evaluation", "no DDP", "FSDP"])
 def test_gradients_are_left_to_autograd_where_they_cannot_be_added(why):
-    fused = layer(PACKED)
+    fused = layer()
     weights = add_main_grads(fused, torch.bfloat16 if why == "bf16" else torch.float32)
     for weight in weights.values():
         if why == "frozen":
@@ -221,7 +200,7 @@ def test_graphs_decide_who_adds_gradients(
 @pytest.mark.parametrize("biased", [False, True])
 def test_checkpoints_have_the_keys_of_te_grouped_mlp(biased):
     settings = {"add_bias_linear": biased}
-    module, packed = layer(MODULE, **settings), layer(**settings)
+    module, packed = layer("module", **settings), layer(**settings)
     state = {key: value for key, value in packed.state_dict().items() if key.startswith("experts.")}
     expected = {f"experts.linear_{name}._extra_state": (0,) for name in SHAPES}
     for i, expert in enumerate(module.experts.local_experts):  # Built from the same seed.
@@ -257,7 +236,7 @@ REFUSED = {
 @pytest.mark.parametrize("row", _FIELDS, ids=lambda row: row.name)
 def test_what_it_does_not_compute_is_refused_by_name(row):
     config = tiny.config()
-    module = layer(MODULE)
+    module = layer("module")
     groups = get_default_pg_collection()
     StackedExperts(config, module.experts, groups)
     setattr(config, row.name, REFUSED[row.name])  # Some versions lack some of the fields.
@@ -316,7 +295,7 @@ NOT_BLOCKWISE = (
 )
 def test_auto_takes_ours_where_they_can_compute_the_config(settings, packed, reason):
     given = {"bf16": True, "moe_expert_capacity_factor": None, **settings}
-    chosen = chosen_experts(tiny.changed(tiny.config(), **given))
+    chosen = chosen_experts(tiny.config(later=given))
     assert (chosen.packed, chosen.pool) == (packed, "store" if packed else "expert")
     assert chosen.reason.startswith(reason)
 
@@ -346,23 +325,29 @@ def test_auto_leaves_experts_to_adapters():
         config._pre_wrap_hooks = hooks
         assert chosen_experts(config).packed is packed
     assert chosen_experts(config).reason.startswith("Megatron-Bridge adds adapters")
-    config.padded_dispatch = PACKED
+    config.padded_dispatch = PaddedOptions(experts="packed")
     assert chosen_experts(config).packed
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (AUTO, "experts=packed (experts='auto'), capacity_pool=store"),
-        (CELLS, "experts=packed (experts='packed' was asked for), capacity_pool=expert"),
-        (STORE, "experts=packed (capacity_pool='store'), capacity_pool=store"),
+        ({"experts": "auto"}, "experts=packed (experts='auto'), capacity_pool=store"),
+        (
+            {"capacity_pool": "expert"},
+            "experts=packed (experts='packed' was asked for), capacity_pool=expert",
+        ),
+        (
+            {"experts": "auto", "capacity_pool": "store"},
+            "experts=packed (capacity_pool='store'), capacity_pool=store",
+        ),
     ],
     ids=str,
 )
 def test_what_was_chosen_is_logged_once(caplog, options, line):
     log_once.cache_clear()
     with caplog.at_level(logging.INFO, "padded_dispatch"):
-        made = [layer(options) for _ in range(2)]
+        made = [layer(**options) for _ in range(2)]
     experts, pool = line.removeprefix("experts=").split()[0], line.rpartition("=")[2]
     chosen = {"experts": experts, "exchange": "none", "capacity_pool": pool}
     assert made[0].token_dispatcher.chosen == chosen
@@ -372,13 +357,13 @@ def test_what_was_chosen_is_logged_once(caplog, options, line):
 def _attributes() -> list[dict[str, Any]]:
     with parity.megatron("cpu", expert_model_parallel_size=2):
         found = []
-        for options in (MODULE, PACKED):
+        for kind in ("module", "packed"):
             settings = {"expert_model_parallel_size": 2, "add_bias_linear": True}
-            made = layer(options, **settings).experts
-            mlp = made if options is PACKED else made.local_experts[0]
-            for kind in ("weight", "bias"):
+            made = layer(kind, **settings).experts
+            mlp = made if kind == "packed" else made.local_experts[0]
+            for name in ("weight", "bias"):
                 linears = mlp.linear_fc1, mlp.linear_fc2
-                found += [vars(getattr(linear, kind)) for linear in linears]
+                found += [vars(getattr(linear, name)) for linear in linears]
         return found
 
 

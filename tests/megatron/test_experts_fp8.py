@@ -15,11 +15,9 @@ from torch.nn.functional import linear
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.experts import StackedExperts, in_fp8
 from tests.support import tiny
 
-PACKED = PaddedOptions(experts="packed")
 FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 SIZES = {"hidden_size": 32, "moe_ffn_hidden_size": 48}
 
@@ -32,9 +30,7 @@ def accepts_fp8(monkeypatch) -> None:
 
 
 def layer(number: int = 1, **settings: Any) -> Any:
-    config: Any = tiny.config(**SIZES | settings)
-    config.padded_dispatch = PACKED
-    made = tiny.layer(config, padded_spec(tiny.layer_spec()), number)
+    made = tiny.padded_layer(number, experts="packed", **SIZES | settings)
     assert type(made.experts) is StackedExperts
     return made
 
@@ -169,8 +165,8 @@ def test_weights_stay_in_bf16_with_fp8_param_gather(monkeypatch, packed):
     engine = SimpleNamespace(fp8_model_init=fp8_model_init)
     monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace(pytorch=engine))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
-    options = PaddedOptions(experts="packed" if packed else "module")
-    tiny.padded_layer(options, **SIZES, **FP8, fp8_param=True)
+    experts = "packed" if packed else "module"
+    tiny.padded_layer(experts=experts, **SIZES, **FP8, fp8_param=True)
     assert contexts == [False] * packed
 
 

@@ -19,7 +19,7 @@ from torch.distributed import DeviceMesh, _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from padded_dispatch.megatron import PaddedOptions, dispatcher
+from padded_dispatch.megatron import dispatcher
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from padded_dispatch.megatron.experts import require_weights_stay
 from padded_dispatch.utils.patches import Patches
@@ -96,9 +96,8 @@ def losses(
         init_method_std=0.3,
         expert_model_parallel_size=ep,
         **(fields or {}),
+        **options,
     )
-    if options:
-        config.padded_dispatch = PaddedOptions(**options)
     model = GPTModel(config, tiny.layer_spec(), VOCAB, LENGTH)
     ddp = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
@@ -194,7 +193,7 @@ def test_a_graph_of_the_iteration_holds_what_gathers_weights():
 def _in_torch_fsdp() -> str:
     """Save and load packed experts, half of them on each rank; return what another format says."""
     with megatron("cpu", expert_model_parallel_size=1):
-        layer = tiny.padded_layer(PaddedOptions(experts="packed"))
+        layer = tiny.padded_layer(experts="packed")
         whole = {name: value.clone() for name, value in layer.named_parameters()}
         fully_shard(layer, mesh=_mesh(dist.group.WORLD, "cpu", mesh_dim_names=("dp",)))
         tokens = torch.randn(4, 1, tiny.HIDDEN)

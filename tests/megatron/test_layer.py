@@ -21,7 +21,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import saved_tensors_hooks
 
-from padded_dispatch.megatron import PaddedMoELayer, PaddedOptions, padded_spec
+from padded_dispatch.megatron import PaddedMoELayer, padded_spec
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher, counting_tensors
 from padded_dispatch.megatron.layer import build
 from padded_dispatch.megatron.telemetry import by_number
@@ -73,21 +73,20 @@ def test_a_name_tells_where_a_layer_of_a_hybrid_stack_is(monkeypatch):
     """Here in one of "E|E|EE|EEEE/*E", two stages of two parts."""
     init = MoELayer.__init__
     monkeypatch.setattr(MoELayer, "__init__", lambda *args, name, **more: init(*args, **more))
-    config = tiny.changed(
-        tiny.config(num_layers=8, mtp_num_layers=1),
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=2,
-        recompute_granularity="full",
-        recompute_method="block",
-        recompute_num_layers=1,
-        padded_dispatch=PaddedOptions(experts="packed"),
-    )
+    later = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 1,
+    }
+    config = tiny.config(num_layers=8, mtp_num_layers=1, experts="packed", later=later)
     made = []
     for number, name in ((1, "0"), (3, "0"), (4, "1"), (2, "1")):
         stack = "mtp.layers.1.mtp_model_layer" if number == 2 else "decoder"
         named = functools.partial(build, name=f"{stack}.layers.{name}.mlp")
         monkeypatch.setattr("padded_dispatch.megatron.layer.build", named)
-        made.append(tiny.layer(config, padded_spec(tiny.layer_spec()), number))
+        made.append(tiny.layer(config, number, padded=True))
     assert list(by_number(made)) == [1, 3, 4, 10]
     first, *last = [one.token_dispatcher._chunk for one in made]
     assert len({first, *last}) == 2 and last == [last[0]] * 3
@@ -107,7 +106,7 @@ def test_experts_are_built_without_the_op_fuser(monkeypatch):
     config: Any = tiny.config()
     for fuses in (True, False):
         config.use_transformer_engine_op_fuser = fuses  # Some versions lack it.
-        layer = tiny.layer(config, padded_spec(tiny.layer_spec()))
+        layer = tiny.layer(config, padded=True)
         assert layer.config.use_transformer_engine_op_fuser is fuses
     assert seen == [False, False]
 
@@ -176,8 +175,8 @@ OFFLOADED = {
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_backward_reads_saved_tensors_only(name):
     """So `cpu_offloading` may move all of them; attributes hold none."""
-    options = PaddedOptions(experts=name.partition(",")[0])
-    made = tiny.padded_layer(options, moe_expert_capacity_factor=0.8, **OFFLOADED[name]).double()
+    settings = {"experts": name.partition(",")[0], **OFFLOADED[name]}
+    made = tiny.padded_layer(moe_expert_capacity_factor=0.8, **settings).double()
     hidden, results = torch.randn(9, 2, tiny.HIDDEN, dtype=torch.float64), []
     for offloads in (False, True):
         made.zero_grad()

@@ -11,14 +11,12 @@ from megatron.core.transformer import cuda_graphs
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron.compat import iteration_graph
 from padded_dispatch.megatron.layer_configs import LayerConfigs
-from padded_dispatch.megatron.options import PaddedOptions
 from tests.support import tiny
 
 
-def layer_configs(config: Any, number: int, **options: Any) -> LayerConfigs:
-    given = {"capacity_pool": "store", "num_ranks": 3, "etp_size": 1}
-    config.padded_dispatch = PaddedOptions(**options)
-    configs = LayerConfigs(config, **given)
+def layer_configs(number: int, **given: Any) -> LayerConfigs:
+    config = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=1.5, **given)
+    configs = LayerConfigs(config, capacity_pool="store", num_ranks=3, etp_size=1)
     configs.router = SimpleNamespace(training=True)
     configs.find_factors(number)
     return configs
@@ -37,9 +35,8 @@ FACTORS = {
 @pytest.mark.parametrize("eval_factor", FACTORS, ids=str)
 def test_factors_follow_mode_capture_and_text_generation(monkeypatch, eval_factor, capture):
     """Text is generated with a context, or in torch's inference mode, as in Megatron's engines."""
-    config = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=1.5)
     options = {"eval_factor": eval_factor, "layer_factors": {4: 3.0}}
-    other, configs = (layer_configs(config, number, **options) for number in (4, 3))
+    other, configs = (layer_configs(number, **options) for number in (4, 3))
     assert (other.current.capacity_factor, configs.current.capacity_factor) == (3.0, 1.5)
     assert (configs.current.num_ranks, configs.current.capacity_pool) == (3, "store")
     configs.router.training = False
@@ -55,9 +52,9 @@ def test_factors_follow_mode_capture_and_text_generation(monkeypatch, eval_facto
 
 
 def test_evaluation_that_a_graph_of_iterations_captures_is_as_training():
-    config = tiny.config(num_moe_experts=6, moe_expert_capacity_factor=1.5, **iteration_graph())
     for eval_factor, evaluation in ((None, 3.0), (FIT, FIT)):
-        configs = layer_configs(config, 1, eval_factor=eval_factor, layer_factors={1: 3.0})
+        options = {"eval_factor": eval_factor, "layer_factors": {1: 3.0}}
+        configs = layer_configs(1, **options, **iteration_graph())
         configs.router.training = False
         assert configs.current.capacity_factor == evaluation
         with torch.inference_mode():

@@ -11,7 +11,6 @@ from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
 
 from padded_dispatch.config import POLICIES
-from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.router import select_after_counting
 from padded_dispatch.routing import select
@@ -26,9 +25,7 @@ T = 12
 def router(**overrides: Any) -> Any:
     """Return the router of a layer in which every token wants experts 0 and 1 most."""
     layer = tiny.padded_layer(**overrides)
-    with torch.no_grad():
-        layer.router.weight.zero_()
-        layer.router.weight[:2, 0] = torch.tensor([2.0, 1.0])
+    tiny.ask_for(layer, 0, 1)
     return layer.router
 
 
@@ -61,7 +58,7 @@ def test_the_router_returns_the_selection_of_its_map(policy):
 
 
 def test_the_router_drops_nothing_where_rows_share_a_store():
-    route = router(options=PaddedOptions(experts="packed"), moe_expert_capacity_factor=0.25)
+    route = router(experts="packed", moe_expert_capacity_factor=0.25)
     probs_TE, map_TE = route(tokens())
     assert map_TE.sum(0).tolist() == [T, T, 0, 0] and torch.equal(probs_TE != 0, map_TE)
     [counters] = route.dispatcher.observers
@@ -72,7 +69,6 @@ def test_the_router_drops_nothing_where_rows_share_a_store():
 def _disagreements() -> dict[str, str]:
     """Return the errors of passes in which the second of two ranks differs, by what differs."""
     other, found = dist.get_rank() == 1, {}
-    option = PaddedOptions(overflow_threshold=0.25 * other)
 
     def differ(words: str, route: Any) -> None:
         with pytest.raises(ValueError, match="ranks disagree") as caught:
@@ -81,7 +77,10 @@ def _disagreements() -> dict[str, str]:
 
     with megatron("cpu", expert_model_parallel_size=2):
         made = functools.partial(router, moe_expert_capacity_factor=0.5)
-        differ("overflow_threshold is 0.0 on rank 0, 0.25 on rank 1", made(options=option))
+        differ(
+            "overflow_threshold is 0.0 on rank 0, 0.25 on rank 1",
+            made(overflow_threshold=0.25 * other),
+        )
         scaled = made(moe_router_topk_scaling_factor=2.0 if other else None)
         differ("moe_router_topk_scaling_factor is None on rank 0, 2.0 on rank 1", scaled)
         # They would have the same capacity here, and so the same shapes.

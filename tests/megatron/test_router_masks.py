@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.megatron import PaddedOptions
 from tests.support import tiny
 from tests.support.parity import megatron
 
@@ -44,7 +43,7 @@ def layer_of(case: str, **sizes: Any) -> Any:
     dtypes = {"params_dtype": torch.float64, "moe_router_dtype": "fp64"}
     # So few slots that most layers drop rows, and as many whatever T is.
     settings = {"moe_expert_capacity_factor": 0.01, **LOSSES, **dtypes, **sizes, **fields}
-    return tiny.padded_layer(PaddedOptions(**options), **settings)
+    return tiny.padded_layer(**{"experts": "auto"} | options, **settings)
 
 
 def run(layer: Any, hidden: Tensor, mask_BS: Tensor | None = None) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from torch import Tensor
 
-from padded_dispatch.megatron import PaddedOptions
 from tests.support import parity, tiny
 from tests.support.pool import WorkerPool
 
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 
 def experts(kind: str, **settings: Any) -> Any:
-    made = tiny.padded_layer(PaddedOptions(experts=kind), **settings).experts
+    made = tiny.padded_layer(experts=kind, **settings).experts
     if made.config.add_bias_linear:  # Megatron begins with zeros.
         for name in ("linear_fc1", "linear_fc2"):
             for number, bias in enumerate(biases_of(made, name)):

@@ -1,6 +1,5 @@
 """Snapshots equal a count on the host, over all ranks, layers and stages, each counted once."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from padded_dispatch.config import NO_DROP
-from padded_dispatch.megatron import PaddedOptions, padded_spec
 from padded_dispatch.megatron.telemetry import Telemetry, scalars
 from tests.support import parity, tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
 E, T = tiny.NUM_EXPERTS, 13
-OPTIONS = {field.name for field in dataclasses.fields(PaddedOptions)}
 
 
 def model(*numbers: int | None, **settings: Any) -> Any:
@@ -25,14 +22,11 @@ def model(*numbers: int | None, **settings: Any) -> Any:
 
     A layer with None has no number, as one that no transformer layer surrounds.
     """
-    options = {name: settings.pop(name) for name in OPTIONS & settings.keys()}
-    config = tiny.config(moe_expert_capacity_factor=0.5, **settings)
-    config.padded_dispatch = PaddedOptions(
-        **{"eval_factor": NO_DROP, "experts": "module"} | options
-    )
+    default = {"eval_factor": NO_DROP, "experts": "module"}
+    config = tiny.config(moe_expert_capacity_factor=0.5, **default | settings)
     chunk: Any = nn.Sequential()
     for number in numbers:
-        layer = tiny.layer(config, padded_spec(tiny.layer_spec()))
+        layer = tiny.layer(config, padded=True)
         if number is None:
             layer.layer_number = layer.router.layer_number = None
         else:
@@ -93,9 +87,7 @@ def overflowing(numbers: tuple[int, ...] = (1, 2), **options: Any) -> tuple[Any,
     chunk = model(*numbers, **options)
     for layer in chunk:
         if layer.layer_number == 2:  # All tokens choose experts 0 and 1: 26 rows for 8 slots.
-            with torch.no_grad():
-                layer.router.weight.zero_()
-                layer.router.weight[:2, 0] = torch.tensor([2.0, 1.0])
+            tiny.ask_for(layer, 0, 1)
     return chunk, Telemetry([chunk], every=2)
 
 
@@ -244,9 +236,7 @@ def _over_two_ranks() -> tuple[Any, Any]:
     with parity.megatron("cpu", expert_model_parallel_size=2):
         chunk = model(1, 2)
         # In the second layer all tokens choose experts 0 and 1, which are on rank 0.
-        with torch.no_grad():
-            chunk[1].router.weight.zero_()
-            chunk[1].router.weight[:2, 0] = 1.0
+        tiny.ask_for(chunk[1], 0, 1)
         mine = [watch(layer) for layer in chunk]
         telemetry = Telemetry([chunk])
         for step in range(3):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.utils.checkpoint import checkpoint
 
-from padded_dispatch.megatron import PaddedOptions, Telemetry, watch
+from padded_dispatch.megatron import Telemetry, watch
 from padded_dispatch.megatron.retry import dropping_nothing
 from padded_dispatch.megatron.telemetry import Reader, overflow_words
 from padded_dispatch.utils.patches import PATCHED
@@ -207,7 +207,7 @@ def test_one_pass_of_recompute_counts_and_none_without_gradients(reentrant, modu
 def test_a_layer_ends_with_its_graph(experts):
     """A layer holds its CUDA graph, and that the input and the output of a pass."""
     with tiny.one_process():
-        layer = tiny.padded_layer(PaddedOptions(experts=experts))
+        layer = tiny.padded_layer(experts=experts)
         tokens = torch.randn(8, 1, tiny.HIDDEN, requires_grad=True)
         layer.graph = tokens, layer(tokens)[0]
         layer.graph[1].sum().backward()

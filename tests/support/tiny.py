@@ -1,5 +1,6 @@
 """Configs, layers and process groups of the smallest Megatron model with a MoE layer."""
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,11 +26,18 @@ from tests.support.pool import end_groups, shared_groups
 
 NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 16
 EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+OPTIONS = {field.name for field in dataclasses.fields(PaddedOptions)}
 RECOMPUTE: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
-def config(dispatcher: str = "padded_alltoall", **overrides: Any) -> TransformerConfig:
-    """Return a config for the CPU: 4 experts, top-2, D = 16."""
+def config(
+    dispatcher: str = "padded_alltoall", *, later: dict[str, Any] | None = None, **given: Any
+) -> TransformerConfig:
+    """Return a config for the CPU: 4 experts, top-2, D = 16.
+
+    `given`: its fields and, by their names, padded options. `later`: fields that Megatron would
+    refuse, or that some versions lack.
+    """
     values = {
         "num_layers": 1,
         "hidden_size": HIDDEN,
@@ -48,42 +56,55 @@ def config(dispatcher: str = "padded_alltoall", **overrides: Any) -> Transformer
         "bias_activation_fusion": False,
         "gradient_accumulation_fusion": False,
     }
-    return TransformerConfig(**(values | overrides))
+    options = {name: given.pop(name) for name in OPTIONS & given.keys()}
+    made: Any = TransformerConfig(**(values | given))
+    for name, value in (later or {}).items():
+        setattr(made, name, value)
+    if options:
+        made.padded_dispatch = PaddedOptions(**options)
+    return made
 
 
 def layer_spec() -> Any:
     return get_gpt_layer_local_spec(num_experts=NUM_EXPERTS, moe_grouped_gemm=False)
 
 
-def layer(config: TransformerConfig, spec: Any = None, number: int = 1) -> Any:
-    """Build a MoE layer in training mode, with the same weights on every call."""
+def layer(config: TransformerConfig, number: int = 1, *, padded: bool = False) -> Any:
+    """Build a MoE layer in training mode, with the same weights on every call.
+
+    `padded`: by `padded_spec`, which needs no `install`.
+    """
     torch.manual_seed(5)
-    mlp = (spec or layer_spec()).submodules.mlp
-    # From 0.18 on this is a partial.
-    built = mlp(config=config) if callable(mlp) else build_module(mlp, config=config)
+    spec = padded_spec(layer_spec()) if padded else layer_spec()
+    built = build(spec.submodules.mlp, config)
     built.set_layer_number(number)
     return built.train()
 
 
-def padded_layer(options: Any = None, *, later: Any = None, **settings: Any) -> Any:
-    """Build a MoE layer with the padded dispatcher; `later`: fields that Megatron would refuse."""
-    made = changed(config(**settings), **(later or {}))
-    made.padded_dispatch = options or PaddedOptions(experts="module")
-    return layer(made, padded_spec(layer_spec()))
+def build(spec: Any, config: TransformerConfig) -> Any:
+    """Build what a spec names; from 0.18 on, that of a MoE layer is a partial."""
+    return spec(config=config) if callable(spec) else build_module(spec, config=config)
 
 
-def changed(config: Any, **fields: Any) -> Any:
-    """Set fields of a config past Megatron's checks; some versions lack some of them."""
-    for name, value in fields.items():
-        setattr(config, name, value)
-    return config
+def padded_layer(number: int = 1, **given: Any) -> Any:
+    """Build a MoE layer with the padded dispatcher, by default with Megatron's experts."""
+    return layer(config(**{"experts": "module"} | given), number, padded=True)
+
+
+def ask_for(layer: Any, *experts: int) -> None:
+    """Make every token with a positive first element ask for these experts, the first most."""
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        for rank, expert in enumerate(experts):
+            layer.router.weight[expert, 0] = 2.0 - rank
 
 
 def results(layer: Any, tokens: Tensor, **given: Any) -> dict[str, Tensor]:
     """Return the output, and the gradients of the tokens and of every parameter."""
     layer.zero_grad()
     tokens = tokens.clone().requires_grad_()
-    output, _ = layer(tokens, **given)
+    output, bias = layer(tokens, **given)
+    assert bias is None
     output.backward(output.detach().cos())
     assert tokens.grad is not None
     gradients = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
