@@ -449,7 +449,7 @@ def _in_flight() -> Iterator[Row]:
 def _generating() -> Iterator[Row]:
     """Yield Megatron's static engine."""
     for ranks, experts in itertools.product((1, 2), ("module", "packed")):
-        case, name = GenerationCase(ranks=ranks, experts=experts), f"{experts}, EP{ranks}"
+        case, name = GenerationCase(ep=ranks, experts=experts), f"{experts}, EP{ranks}"
         how: dict[str, Any] = {"run": generates_as_stock, "ranks": ranks, "gpu": _TEXT}
         yield Row(check=TEXT, name=name, case=case, **how)
         if ranks > 1:

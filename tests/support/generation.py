@@ -13,11 +13,10 @@ stock, too. All models here hand their attention contiguous tensors (`contiguous
 
 import faulthandler
 import gc
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,11 +40,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from padded_dispatch.megatron import PaddedOptions
 from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.options import Experts
 from padded_dispatch.utils.patches import Patches
-from tests.support import tiny
 from tests.support.gpt import Sizes
 from tests.support.parity import megatron
 
@@ -129,26 +126,14 @@ def gpt(
     """Build a model in evaluation mode, with the weights of another one if they are given."""
     model_parallel_cuda_manual_seed(7, te_rng_tracker=case.on_gpu, force_reset_rng=True)
     torch.manual_seed(7)
-    config = tiny.config(
+    ours = {"moe_expert_capacity_factor": 0.5, "experts": case.experts}
+    config = replace(case, dtype=dtype).config(
         "padded_alltoall" if padded else "alltoall",
-        num_layers=case.num_layers,
-        hidden_size=case.hidden,
-        num_attention_heads=case.heads,
         init_method_std=2 / case.hidden**0.5,
-        num_moe_experts=case.num_experts,
-        moe_router_topk=case.top_k,
-        moe_ffn_hidden_size=case.ffn,
-        moe_expert_capacity_factor=0.5 if padded else None,
-        moe_grouped_gemm=case.on_gpu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=not case.on_gpu,
-        expert_model_parallel_size=case.ranks,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
+        **(ours if padded else {}),
     )
-    if padded:
-        config.padded_dispatch = PaddedOptions(experts=case.experts)
     experts = {"num_experts": case.num_experts, "moe_grouped_gemm": case.on_gpu}
     spec = get_gpt_layer_local_spec
     if case.on_gpu:
@@ -251,9 +236,7 @@ def _with_lists(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _world(case: GenerationCase) -> Iterator[None]:
     with ExitStack() as stack:
-        if case.on_gpu:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        stack.enter_context(megatron(case.device, expert_model_parallel_size=case.ranks))
+        stack.enter_context(megatron(case.device, **case.groups))
         patches = stack.enter_context(Patches())
         patches.set(static_engine, "HAVE_TQDM", True)
         if case.on_gpu:

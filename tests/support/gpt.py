@@ -22,16 +22,25 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from tests.support import tiny
+
 # So high that some gradients of the first steps overflow in fp16.
 LOSS_SCALE = 2.0**18
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A small GPT, and where it runs."""
+    """A small GPT, where it runs, and how ranks share it."""
 
     device: str = "cpu"
+    dtype: torch.dtype = torch.float32
     ranks: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int = 1
     num_layers: int = 2
     hidden: int = 16
     heads: int = 2
@@ -43,6 +52,41 @@ class Sizes:
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def dp(self) -> int:
+        return self.ranks // (self.tp * self.cp * self.pp)
+
+    @property
+    def groups(self) -> dict[str, int | None]:
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "context_parallel_size": self.cp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+        }
+
+    def config(self, dispatcher: str = "padded_alltoall", **more: Any) -> Any:
+        """Return Megatron's config for these sizes, with `more` fields and padded options."""
+        fields: dict[str, Any] = {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "ffn_hidden_size": self.ffn,
+            "moe_ffn_hidden_size": self.ffn,
+            "num_moe_experts": self.num_experts,
+            "moe_router_topk": self.top_k,
+            "moe_grouped_gemm": self.on_gpu,
+            "use_cpu_initialization": not self.on_gpu,
+            "sequence_parallel": self.tp > 1,
+            "params_dtype": self.dtype,
+            "bf16": self.dtype == torch.bfloat16,
+            "fp16": self.dtype == torch.float16,
+            **self.groups,
+        }
+        return tiny.config(dispatcher, **fields | more)
 
 
 def ddp_chunks(

@@ -8,7 +8,6 @@ Shape suffixes: T tokens, E experts, D hidden size, I width of the experts' rows
 D), F expert ffn size. In comments, S and B are sequence and batch.
 """
 
-import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions
+from tests.support import tiny
+from tests.support.gpt import Sizes
 from tests.support.parity import megatron, too_far
 
 SEED = 20
@@ -36,7 +35,7 @@ MODULE = PaddedOptions(experts="module", exchange="alltoall")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerCase:
+class LayerCase(Sizes):
     """One MoE layer in one mix of parallelism, without dropping.
 
     `seq` and `batch` are per tensor-parallel group: with sequence parallelism a rank holds
@@ -49,13 +48,8 @@ class LayerCase:
     PaddedOptions, by default Megatron's experts and the all-to-all.
     """
 
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32
-    tp: int = 1
-    ep: int = 1
-    etp: int = 1
+    num_layers: int = 1
     num_experts: int = 8
-    top_k: int = 2
     hidden: int = 12
     ffn: int = 10
     shared_ffn: int | None = None
@@ -73,13 +67,8 @@ class LayerCase:
 
 def layer_agrees(case: LayerCase) -> list[str]:
     """Run `case` on every rank; return which results break the rule."""
-    with megatron(
-        case.device,
-        tensor_model_parallel_size=case.tp,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.etp,
-    ):
-        dropless = "allgather" if case.device == "cpu" else "alltoall"
+    with megatron(case.device, **case.groups):
+        dropless = "alltoall" if case.on_gpu else "allgather"
         kinds = {"ours": "padded_alltoall", "again": "padded_alltoall", "stock": dropless}
         layers = {run: build_layer(case, kind) for run, kind in kinds.items()}
         draws = [_draw(case, layers, number) for number in range(DRAWS)]
@@ -181,50 +170,28 @@ def _summed(wholes: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def build_layer(case: LayerCase, dispatcher: str) -> Any:
     """Build a MoE layer in training mode with this rank's share of the experts."""
-    grouped = case.device == "cuda"
     model_parallel_cuda_manual_seed(SEED)
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=case.hidden,
-        num_attention_heads=case.tp,
-        ffn_hidden_size=case.ffn,
-        moe_ffn_hidden_size=case.ffn,
+    config = case.config(
+        dispatcher,
         moe_shared_expert_intermediate_size=case.shared_ffn,
         moe_shared_expert_gate=case.shared_score,
         moe_latent_size=case.latent,
-        num_moe_experts=case.num_experts,
-        moe_router_topk=case.top_k,
         moe_router_pre_softmax=case.top_k == 1,
-        moe_router_load_balancing_type="none",
         # Stock 0.19.0 with Transformer Engine 2.20.2 reads a bf16 bias as fp32: see D21.
         moe_router_dtype=None if case.bias and case.dtype == torch.bfloat16 else "fp32",
-        moe_token_dispatcher_type=dispatcher,
-        moe_grouped_gemm=grouped,
-        tensor_model_parallel_size=case.tp,
-        sequence_parallel=case.tp > 1,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.etp,
-        gated_linear_unit=True,
         activation_func=quick_gelu if case.gpt_oss else torch.nn.functional.silu,
         activation_func_clamp_value=1.0 if case.gpt_oss else None,
         glu_linear_offset=1.0 if case.gpt_oss else 0.0,
         add_bias_linear=case.bias,
-        bias_activation_fusion=grouped,
-        gradient_accumulation_fusion=False,
+        bias_activation_fusion=case.on_gpu,
         deterministic_mode=True,
-        params_dtype=case.dtype,
-        bf16=case.dtype == torch.bfloat16,
         **dict(case.both),
         **(dict(case.ours) if dispatcher == "padded_alltoall" else {}),
     )
     if dispatcher == "padded_alltoall":
         config.padded_dispatch = case.options
-    spec = get_moe_module_spec(
-        use_te=grouped, num_experts=case.num_experts, moe_grouped_gemm=grouped
-    )
-    # A ModuleSpec in Megatron-Core 0.16 and 0.17, a partial in 0.18 and later.
-    make = spec if isinstance(spec, functools.partial) else functools.partial(build_module, spec)
-    layer = make(config=config, layer_number=1).to(case.device)
+    experts = {"num_experts": case.num_experts, "moe_grouped_gemm": case.on_gpu}
+    layer = tiny.build(get_moe_module_spec(use_te=case.on_gpu, **experts), config).to(case.device)
     layer.set_layer_number(1)
     return layer
 

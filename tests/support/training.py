@@ -35,11 +35,10 @@ from megatron.core.pipeline_parallel import utils as schedule_streams
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import cuda_graphs, transformer_config
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.config import FIT
-from padded_dispatch.megatron import LayerGraphs, PaddedOptions, Retry
+from padded_dispatch.megatron import LayerGraphs, Retry
 from padded_dispatch.megatron.compat import (
     iteration_graph,
     layer_graphs,
@@ -52,7 +51,6 @@ from padded_dispatch.megatron.guard import forget_iterations
 from padded_dispatch.megatron.retry import RandomStates, without_graphs
 from padded_dispatch.megatron.telemetry import Telemetry, padded_moe_layers
 from padded_dispatch.utils.patches import Patches
-from tests.support import tiny
 from tests.support.gpt import (
     Sizes,
     ddp_chunks,
@@ -81,27 +79,20 @@ Graph = Literal["none", "layer", "helper", "local", "iteration"]
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Sizes):
-    """A GPT, how ranks share it, and how it is trained.
+    """A GPT, and how it is trained.
 
     `graph`: what is captured: each layer, or the parts `scopes` of it, by `LayerGraphs`, or by
     Megatron's own "helper"; by Megatron's "local" graphs; or a whole "iteration". `options`: of the
     padded dispatcher. `fields`, `ddp`: further fields of Megatron's configs. `never_drops`: it fits
-    its sizes to the routing. `gpt_oss`: biases everywhere and a clamped activation. `etp`: size of
-    the expert tensor-parallel groups. `idle`: whose experts no token chooses in two of three
-    steps: the last "rank" or the "others" than the first. `mixed`: each second step is eager.
-    `masked`: each microbatch has a padding mask of its own. `packed`: it is packed from two
-    sequences of other lengths. `evaluates`: batch and length of an evaluation before every step.
-    `draws`: batches are drawn from the generators that dropout draws from, on the first
-    tensor-parallel rank alone, as Megatron-LM's loaders do. `counts`: the layers' counters are
-    compared.
+    its sizes to the routing. `gpt_oss`: biases everywhere and a clamped activation. `idle`: whose
+    experts no token chooses in two of three steps: the last "rank" or the "others" than the first.
+    `mixed`: each second step is eager. `masked`: each microbatch has a padding mask of its own.
+    `packed`: it is packed from two sequences of other lengths. `evaluates`: batch and length of an
+    evaluation before every step. `draws`: batches are drawn from the generators that dropout draws
+    from, on the first tensor-parallel rank alone, as Megatron-LM's loaders do. `counts`: the
+    layers' counters are compared.
     """
 
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    vpp: int | None = None
-    ep: int = 1
-    etp: int = 1
     graph: Graph = "none"
     scopes: tuple[str, ...] = ("attn", "moe")
     options: dict[str, Any] = field(default_factory=dict)
@@ -123,21 +114,6 @@ class Model(Sizes):
     microbatches: int = 2
     batch: int = 2
     seq: int = 10
-
-    @property
-    def dp(self) -> int:
-        return self.ranks // (self.tp * self.cp * self.pp)
-
-    @property
-    def groups(self) -> dict[str, int | None]:
-        return {
-            "tensor_model_parallel_size": self.tp,
-            "context_parallel_size": self.cp,
-            "pipeline_model_parallel_size": self.pp,
-            "virtual_pipeline_model_parallel_size": self.vpp,
-            "expert_model_parallel_size": self.ep,
-            "expert_tensor_parallel_size": self.etp,
-        }
 
 
 # For steps that are repeated: every step drops, and everything that draws, draws.
@@ -344,9 +320,8 @@ class Training:
         torch.manual_seed(SEED)
         random.seed(SEED)
         np.random.seed(SEED)
-        self.config: Any = _config(model)
-        default = {} if model.on_gpu else {"experts": "module"}
-        self.config.padded_dispatch = PaddedOptions(**default | model.options | options)
+        default = {"experts": "auto" if model.on_gpu else "module"}
+        self.config: Any = _config(model, **default | model.options | options)
         ddp = DistributedDataParallelConfig(
             **{
                 "grad_reduce_in_fp32": True,
@@ -628,33 +603,19 @@ class _Shared:
         return forward(iter([{"ids": ids}]), chunk)
 
 
-def _config(model: Model) -> TransformerConfig:
+def _config(model: Model, **options: Any) -> Any:
     fields: dict[str, Any] = {
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "ffn_hidden_size": model.ffn,
-        "moe_ffn_hidden_size": model.ffn,
-        "num_moe_experts": model.num_experts,
-        "moe_router_topk": model.top_k,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 1e-2,
         "moe_z_loss_coeff": 1e-3,
         "moe_expert_capacity_factor": model.factor,
-        "moe_grouped_gemm": model.on_gpu,
-        "sequence_parallel": model.tp > 1,
-        **model.groups,
         "normalization": "RMSNorm",
         "init_method_std": 0.02 if model.on_gpu else 0.2,
         "hidden_dropout": model.dropout,
         "attention_dropout": model.dropout,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": model.on_gpu,
-        "use_cpu_initialization": not model.on_gpu,
-        "bf16": model.dtype == torch.bfloat16,
-        "fp16": model.dtype == torch.float16,
-        "params_dtype": model.dtype,
         "pipeline_dtype": model.dtype,
         "deterministic_mode": True,
         "finalize_model_grads_func": finalize_model_grads,
@@ -673,4 +634,4 @@ def _config(model: Model) -> TransformerConfig:
         fields |= {**layer_graphs(), "cuda_graph_impl": "local"}
     elif model.graph == "iteration":
         fields |= {**iteration_graph(), "cuda_graph_warmup_steps": EAGER_STEPS}
-    return tiny.config(**fields | model.fields)
+    return model.config(**fields | model.fields, **options)
