@@ -139,7 +139,7 @@ def _without_last_bias(model: Any) -> None:
 
 
 def megatron_adam(chunks: list[Any], ddp: DistributedDataParallelConfig) -> Any:
-    """Return Megatron's Adam, for the chunks' dtype; bf16 needs a GPU.
+    """Return Megatron's Adam; on a CPU it needs `types_of_gpus`, and steps are long.
 
     In fp16 the scale of losses starts too high, is halved after each step that overflows, and is
     doubled after each other one.
@@ -147,7 +147,7 @@ def megatron_adam(chunks: list[Any], ddp: DistributedDataParallelConfig) -> Any:
     config: Any = get_model_config(chunks[0])
     optimizer = OptimizerConfig(
         optimizer="adam",
-        lr=1e-3,
+        lr=0.1 if config.use_cpu_initialization else 1e-3,
         clip_grad=1.0,
         bf16=config.bf16,
         fp16=config.fp16,

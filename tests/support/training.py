@@ -291,8 +291,7 @@ def world(*models: Model) -> Iterator[None]:
                 stack.enter_context(cuda_graphs_on_cpu())
             if model.tp > 1:
                 stack.enter_context(sequence_parallel_norms())
-            if model.dtype == torch.float16:
-                stack.enter_context(types_of_gpus())
+            stack.enter_context(types_of_gpus())
         batches = model.microbatches * model.batch * model.dp
         init_num_microbatches_calculator(dist.get_rank(), None, batches, model.batch, model.dp)
         stack.callback(unset_num_microbatches_calculator)
@@ -339,23 +338,18 @@ class Training:
             for _, layer in self.moe:
                 configs = layer.token_dispatcher.configs
                 configs.training = dataclasses.replace(configs.training, capacity_factor=FIT)
-        # Plain SGD takes the place of Megatron's optimizer on a CPU.
-        self.optimizer: Any = None
-        if model.on_gpu or model.dtype == torch.float16:
-            self.optimizer = megatron_adam(self.chunks, ddp)
+        self.optimizer = megatron_adam(self.chunks, ddp)
         if model.dtype == torch.float16:
             self.config.grad_scale_func = self.optimizer.scale_loss
         self.graphs: LayerGraphs | None = None
         self._helper: Any = None
         self._iteration: IterationGraph | None = None
-        optimizers = () if self.optimizer is None else (self.optimizer,)
         if model.graph == "layer":
-            self.graphs = LayerGraphs(
-                self.chunks, seq_length=model.seq, micro_batch=model.batch, optimizers=optimizers
-            )
+            sizes = {"seq_length": model.seq, "micro_batch": model.batch}
+            self.graphs = LayerGraphs(self.chunks, **sizes, optimizers=(self.optimizer,))
         elif model.graph == "helper":  # What Megatron's own loop does.
             self._helper = cuda_graphs.TECudaGraphHelper(
-                self.chunks, self.config, model.seq, model.batch, optimizers=list(optimizers)
+                self.chunks, self.config, model.seq, model.batch, optimizers=[self.optimizer]
             )
         elif model.graph == "iteration":
             self._iteration = IterationGraph(self.config)
@@ -421,7 +415,7 @@ class Training:
                 f"the gradient of {name}": parameter.main_grad.clone()
                 for name, parameter in self._parameters()
             }
-            self._update()
+            self.optimizer.step()
             results |= {name: parameter.data for name, parameter in self._parameters()}
             for index, chunk in enumerate(self.chunks):
                 buffers = chunk.module.named_buffers()
@@ -440,8 +434,7 @@ class Training:
         """Zero the gradients; run forward and backward of all microbatches."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
+        self.optimizer.zero_grad()
         size = self.model.batch, self.model.seq
         return self._run(self.retry or self.schedule, number, *size, batches=batches)
 
@@ -510,27 +503,6 @@ class Training:
                 first = (2 * number + index) % (seq - 1) + 1
                 given["packed_seq_params"] = packed([first, seq - first], device)
             yield given
-
-    @torch.no_grad()
-    def _update(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.step()
-        elif self.model.ddp.get("overlap_param_gather"):
-            self._update_shards()
-        else:
-            for _, parameter in self._parameters():
-                parameter -= 0.5 * parameter.main_grad
-
-    def _update_shards(self) -> None:
-        """Update this rank's part of each bucket; the next forward passes gather the others."""
-        for chunk in self.chunks:
-            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-                size = group.intra_distributed_optimizer_instance_size
-                rank = group.intra_distributed_optimizer_instance_rank
-                for bucket in group.buckets:
-                    own = bucket.param_data.chunk(size)[rank]
-                    own -= 0.5 * bucket.grad_data.chunk(size)[rank]
-                group.param_gather_dispatched = False
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
         for index, chunk in enumerate(self.chunks):
