@@ -277,7 +277,7 @@ def _masked() -> Iterator[Row]:
     for scopes in (WHOLE, ("moe",), PARTIAL[1:]):
         name = f"masks, CP2/EP2, {'+'.join(scopes)}"
         parts: dict[str, Any] = {"ranks": 2, "cp": 2, "ep": 2, "seq": 8, "masked": True}
-        yield _replay(name, scopes=scopes, cpu=scopes == ("moe",), **parts)
+        yield _replay(name, scopes=scopes, **parts)
 
 
 def _retry(name: str, graph: str = "none", **changes: Any) -> Row:

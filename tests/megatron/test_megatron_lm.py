@@ -23,7 +23,6 @@ from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from padded_dispatch.utils.logs import log_once
 from tests.megatron.test_telemetry import T, model, watch
 from tests.support import tiny
-from tests.support.gpt import megatron_adam, types_of_gpus
 from tests.support.training import RETRIED, Training, draws, forward, world
 
 MODULE = "megatron.training.training"
@@ -214,8 +213,7 @@ def test_weights_of_an_optimizer_that_are_in_another_order_are_refused(loop):
 
     ddp = {"use_distributed_optimizer": True}
     training = Training(dataclasses.replace(CASE, dtype=torch.bfloat16, ddp=ddp), experts="packed")
-    with types_of_gpus():
-        optimizer = megatron_adam(training.chunks, training.chunks[0].ddp_config)
+    optimizer = training.optimizer
     require_own_weights(training.chunks, optimizer)
     require_own_weights(training.chunks, None)
     main = training.moe[0][1].experts.linear_fc2.weight.main_param

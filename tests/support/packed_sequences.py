@@ -1,4 +1,4 @@
-"""Packed sequences; attention for the CPU that separates them, or that runs on parts of them."""
+"""Packed sequences, attention for the CPU that separates them, and parts of sequences."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,6 @@ from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings import rotary_pos_embedding as rotary
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
@@ -50,26 +49,6 @@ def packed_attention() -> Iterator[None]:
         return original(attention, *parts, other, *args, **kwargs)[:, 0]
 
     with patch.object(DotProductAttention, "forward", forward):
-        yield
-
-
-@contextmanager
-def attention_of_each_rank() -> Iterator[None]:
-    """Let Megatron's local attention exist with context parallelism; it sees its own tokens only.
-
-    It is no attention over whole sequences, which Transformer Engine has.
-    """
-    original = DotProductAttention.__init__
-
-    def init(attention: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        with patch.object(config, "context_parallel_size", 1):
-            original(attention, config, *args, **kwargs)
-
-    with (
-        patch.object(DotProductAttention, "__init__", init),
-        # Megatron's pins memory.
-        patch.object(rotary, "get_pos_emb_on_this_cp_rank", lambda pos, dim, _: own_part(pos, dim)),
-    ):
         yield
 
 

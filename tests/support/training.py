@@ -3,8 +3,7 @@
 `train(model)` returns all losses, gradients, parameters, buffers, logged sums and counts of each
 step. A row of `tests.gpu.table` has a model and its ways: eager twice and with CUDA graphs; never
 dropping and with repeated steps; Megatron's plain and its combined schedule. On a CPU, sizes are
-small, layers are Megatron's local ones, `graph_protocol` stands in for CUDA graphs, and plain SGD
-for Megatron's optimizer.
+small, layers are Megatron's local ones, and `graph_protocol` stands in for CUDA graphs.
 """
 
 import dataclasses
@@ -62,12 +61,7 @@ from tests.support.gpt import (
     types_of_gpus,
 )
 from tests.support.graph_protocol import cuda_graphs_on_cpu
-from tests.support.packed_sequences import (
-    attention_of_each_rank,
-    own_part,
-    packed,
-    packed_attention,
-)
+from tests.support.packed_sequences import own_part, packed, packed_attention
 from tests.support.parity import megatron
 from tests.support.pool import forget_models
 
@@ -286,7 +280,6 @@ def world(*models: Model) -> Iterator[None]:
         _let_combined_schedule_run(patches, on_gpu=model.on_gpu)
         if not model.on_gpu:
             stack.enter_context(packed_attention())
-            stack.enter_context(attention_of_each_rank())
             if any(one.graph != "none" for one in models):
                 stack.enter_context(cuda_graphs_on_cpu())
             if model.tp > 1:
