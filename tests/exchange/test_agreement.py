@@ -21,8 +21,8 @@ from padded_dispatch.exchange import agreement as agreement_module
 from padded_dispatch.exchange import mirror as mirror_module
 from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes
 from padded_dispatch.exchange.mirror import AbsentRanksError
-from tests.exchange.test_mirror import grid
 from tests.support.pool import WorkerError, WorkerPool
+from tests.support.threads import grid
 
 CONFIG = DispatchConfig(num_experts=4, top_k=2, num_ranks=2, capacity_factor=1.0)
 
@@ -39,7 +39,7 @@ def errors_of(pool: WorkerPool, fn: Any, *args: Any) -> list[str]:
 
 def _grid_with_another_width_on_rank_3() -> None:
     """Expert-parallel groups {0, 1} and {2, 3}; their experts are split over {0, 2} and {1, 3}."""
-    agreement = Agreement(*grid())
+    agreement = Agreement(*grid(2, 2)[:2])
     agreement.check(D=8)
     agreement.check(D=9 if dist.get_rank() == 3 else 8)
 
@@ -138,7 +138,7 @@ def test_a_rank_that_makes_one_more_call_or_one_less(pool2, rank):
 def _largest_on_a_grid() -> list[int]:
     """Ranks 0 and 1, and 0 and 2, share a group: rank 3 is connected by theirs."""
     with torch.device("meta"):  # As models are built whose weights come later.
-        agreement, rank = Agreement(*grid()), dist.get_rank()
+        agreement, rank = Agreement(*grid(2, 2)[:2]), dist.get_rank()
         agreement.check(T=5)
     return [agreement.largest(number) for number in (rank, 7 - rank, 5)]
 

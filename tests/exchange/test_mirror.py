@@ -27,6 +27,7 @@ from padded_dispatch.exchange.mirror import (
 )
 from tests.support import pool as workers
 from tests.support.pool import WorkerError, WorkerPool
+from tests.support.threads import grid
 
 LONG_S = 100.0
 
@@ -46,16 +47,9 @@ def errors_of_calls(mirror: Mirror, *limits_s: float) -> list[str]:
     return errors
 
 
-def grid() -> list[Any]:
-    """Return this rank's groups of {0, 1}, {2, 3}, {0, 2} and {1, 3}."""
-    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    rank = dist.get_rank()
-    return [groups[rank // 2], groups[2 + rank % 2]]
-
-
 def _late_in_a_grid(late: int) -> tuple[list[int], list[str]]:
     """Return the rows of call 1, and the errors of the next two; one rank comes after its peers."""
-    mirror = Mirror(grid(), LONG_S)
+    mirror = Mirror(grid(2, 2)[:2], LONG_S)
     rows = mirror.gather(own_row(), "call 1 of layer 1")
     is_late = dist.get_rank() == late
     if is_late:

@@ -4,15 +4,26 @@ from collections.abc import Iterator
 
 import pytest
 
+from padded_dispatch.megatron import uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
+from padded_dispatch.utils.logs import log_once
 from tests.support import tiny
 from tests.support.training import Model, world
 
 
 @pytest.fixture(autouse=True)
-def fresh_moe_state() -> None:
-    """Start each test without the losses' scale that another left: its shape depends on the way."""
+def fresh_state() -> None:
+    """Start with nothing said, and no losses' scale of before: its shape depends on the way."""
     forget_moe_state()
+    log_once.cache_clear()
+
+
+@pytest.fixture
+def uninstalled(one_process: None, monkeypatch: object) -> Iterator[None]:
+    """Set up Megatron as it is; what a test installs ends with it, before its other patches."""
+    uninstall()  # Tests of another module may have left wraps.
+    yield
+    uninstall()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from padded_dispatch.config import NO_DROP
 from padded_dispatch.megatron import PaddedOptions, bridge, install, uninstall
 from padded_dispatch.megatron.bridge import _CONTAINERS, KEY, show_single_experts, single_experts
-from padded_dispatch.utils.logs import log_once
 from tests.support import parity, tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -109,7 +108,6 @@ def test_bridge_sees_single_experts_once_a_layer_is_built(conversion):
 
 def test_a_bridge_without_one_of_these_methods_is_named(conversion, caplog):
     del conversion.build_conversion_tasks
-    log_once.cache_clear()
     chunk = layer()
     assert "Bridge cannot load or export packed experts, because it has no " in caplog.text
     assert "MegatronModelBridge.build_conversion_tasks; for that, set Padded" in caplog.text

@@ -5,7 +5,6 @@ Megatron-LM's loop, Megatron-Bridge and its saved configs are stand-ins.
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
@@ -18,6 +17,8 @@ from padded_dispatch.megatron import guard, install, uninstall
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
 from tests.support import tiny
 
+pytestmark = pytest.mark.usefixtures("uninstalled")
+
 PACKAGE = Path(padded_dispatch.__file__).parent
 FIELD: Any = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
 
@@ -29,12 +30,6 @@ WAYS = (
     NONE | iteration_graph(),
     NONE | {"overlap_moe_expert_parallel_comm": True},
 )
-
-
-@pytest.fixture(autouse=True)
-def megatron(one_process: None) -> Iterator[None]:
-    yield
-    uninstall()
 
 
 def wrapped() -> set[str]:

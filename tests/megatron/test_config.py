@@ -24,8 +24,9 @@ from padded_dispatch.megatron.config import (
     dispatch_config,
     take_over,
 )
-from padded_dispatch.utils.logs import log_once
+from tests.support import tiny
 
+FIELDS = TransformerConfig.__dataclass_fields__
 INSTALLED = f"{package_info.MAJOR}.{package_info.MINOR}"
 
 # A value that is refused, where it is not simply True.
@@ -37,18 +38,9 @@ VALUES = {
 NUM_READ = {"0.16": 41, "0.17": 44, "0.18": 53, "0.19": 60, "0.20": 62}
 
 
-def megatron_config(**changes: object) -> TransformerConfig:
-    """A small config; `changes` are set afterwards, past Megatron's own checks."""
-    config = TransformerConfig(
-        num_layers=2, hidden_size=8, num_attention_heads=2, num_moe_experts=6, moe_router_topk=2
-    )
-    for name, value in changes.items():
-        assert hasattr(config, name)
-        setattr(config, name, value)
-    return config
-
-
-FIELDS = TransformerConfig.__dataclass_fields__
+def megatron_config(**later: object) -> Any:
+    assert later.keys() <= FIELDS.keys()
+    return tiny.config("allgather", num_moe_experts=6, later=later)
 
 
 def test_a_plain_config_passes_and_no_field_is_new():
@@ -125,7 +117,6 @@ def test_what_is_set_for_another_dispatcher_is_logged_once_and_reset(name, caplo
     config = megatron_config(**{name: value})
     line = f"{name}={value!r} is for another dispatcher; here: {REPLACED[name]}"
     assert value != default
-    log_once.cache_clear()
     with caplog.at_level("INFO"):
         for made in (config, config, megatron_config(**{name: value})):
             take_over(made)

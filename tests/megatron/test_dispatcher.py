@@ -14,7 +14,6 @@ from torch import Tensor
 from padded_dispatch.counters import Counters
 from padded_dispatch.megatron import dispatcher
 from padded_dispatch.megatron.compat import found
-from padded_dispatch.utils.logs import log_once
 from tests.support import tiny
 from tests.support.parity import megatron
 
@@ -88,7 +87,6 @@ def test_optimizers_that_would_leave_packed_weights_to_adam_are_refused(experts)
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_evaluation_that_drops_as_training_does_is_named_once(caplog, monkeypatch, captured):
-    log_once.cache_clear()
     moe = tiny.padded_layer(moe_expert_capacity_factor=0.5)
     monkeypatch.setattr("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", captured)
     with caplog.at_level(logging.INFO, logger="padded_dispatch"), torch.no_grad():
@@ -101,7 +99,6 @@ def test_evaluation_that_drops_as_training_does_is_named_once(caplog, monkeypatc
 
 
 def test_the_price_of_dropping_nothing_is_said_once(caplog):
-    log_once.cache_clear()
     for experts in ("module", "module", "packed"):  # Packed rows are as many as in balance.
         moe = tiny.padded_layer(experts=experts)
         for length in (9, 9, 10):

@@ -26,7 +26,6 @@ from padded_dispatch.megatron.experts import (
     chosen_experts,
     require_gradients_arrive,
 )
-from padded_dispatch.utils.logs import log_once
 from tests.megatron.test_stacked_linear import biases_of
 from tests.support import parity, tiny
 from tests.support.direct_parity import differences
@@ -345,7 +344,6 @@ def test_auto_leaves_experts_to_adapters():
     ids=str,
 )
 def test_what_was_chosen_is_logged_once(caplog, options, line):
-    log_once.cache_clear()
     with caplog.at_level(logging.INFO, "padded_dispatch"):
         made = [layer(**options) for _ in range(2)]
     experts, pool = line.removeprefix("experts=").split()[0], line.rpartition("=")[2]

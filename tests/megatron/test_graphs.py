@@ -19,6 +19,7 @@ from torch import Tensor
 from padded_dispatch.megatron import guard
 from padded_dispatch.megatron.dispatcher import _PLAN_TENSORS
 from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs, check_random_states
+from tests.support import tiny
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.training import (
     Model,
@@ -81,8 +82,8 @@ def state_of(training: Training) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("graph", "dropout"), [("layer", 0.1), ("helper", 0.0)])
 def test_a_capture_restores_state(megatron, graph, dropout):
-    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    training = training_of("attn", "moe", graph=graph, fields=bias | {"hidden_dropout": dropout})
+    fields = tiny.EXPERT_BIAS | {"hidden_dropout": dropout}
+    training = training_of("attn", "moe", graph=graph, fields=fields)
     training.losses_of(3)  # Counts are not all zero.
     before = state_of(training)
     assert before["counter 0 of layer 1"].any() and before["counter 0 of layer 2"].any()

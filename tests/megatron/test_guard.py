@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +26,6 @@ LENGTH = 5
 NOTHING_CAPTURED = (
     "cuda_graph_impl must be 'transformer_engine' for scope 'moe' .*, got 'local'; set it, or leave"
 )
-
-
-@pytest.fixture
-def megatron(one_process, monkeypatch) -> Iterator[None]:  # `monkeypatch` is undone later.
-    uninstall()  # Tests of another module may have left wraps.
-    yield
-    uninstall()
 
 
 def settings(*scopes: str, dispatcher: str = "padded_alltoall") -> dict[str, Any]:
@@ -62,7 +54,7 @@ def padded_gpt(way: str, *scopes: str) -> Any:
 
 @pytest.mark.parametrize("way", ["install", "padded_spec"])
 @pytest.mark.parametrize("scopes", [("moe",), (), ("attn",)], ids=str)
-def test_scopes_that_capture_nothing_are_rejected_in_the_first_pass(megatron, scopes, way):
+def test_scopes_that_capture_nothing_are_rejected_in_the_first_pass(uninstalled, scopes, way):
     layer = padded_gpt(way, *scopes).decoder.layers[0]
     assert hasattr(layer, "cudagraph_manager") == ("moe" not in scopes)
     if "moe" in scopes:
@@ -70,7 +62,7 @@ def test_scopes_that_capture_nothing_are_rejected_in_the_first_pass(megatron, sc
             layer(hidden_states=torch.ones(LENGTH, 1, tiny.HIDDEN), attention_mask=None)
 
 
-def test_a_layer_learns_whether_it_generates_text(megatron):
+def test_a_layer_learns_whether_it_generates_text(uninstalled):
     install()
     layer = gpt(**settings()).eval().decoder.layers[0]
     configs, given = layer.mlp.token_dispatcher.configs, {"attention_mask": None}
@@ -91,7 +83,7 @@ def capture(runner: Any) -> None:
 
 
 @pytest.mark.parametrize("captured", [True, False], ids=["mask captured", "no mask captured"])
-def test_a_mask_in_some_steps_only_is_refused(megatron, captured):
+def test_a_mask_in_some_steps_only_is_refused(uninstalled, captured):
     """A graph of `local` has the mask as an input, if the first step gave one."""
     install()
     layer = gpt(**settings()).decoder.layers[0].train()
@@ -113,7 +105,7 @@ def test_a_mask_in_some_steps_only_is_refused(megatron, captured):
         assert result(other) == "eager"
 
 
-def test_a_batch_that_gains_or_loses_its_mask_is_refused(megatron, monkeypatch):
+def test_a_batch_that_gains_or_loses_its_mask_is_refused(uninstalled, monkeypatch):
     """Megatron's graph of an iteration would go on with the mask of an earlier step."""
     plain = {"tokens": torch.ones(2)}
     masked = plain | {"padding_mask": torch.zeros(2, dtype=torch.bool)}
@@ -141,7 +133,7 @@ def test_a_batch_that_gains_or_loses_its_mask_is_refused(megatron, monkeypatch):
     uninstall()
 
 
-def test_the_replay_of_a_step_is_seen_on_ranks_without_data(megatron, monkeypatch):
+def test_the_replay_of_a_step_is_seen_on_ranks_without_data(uninstalled, monkeypatch):
     """Reading a step is collective, and of tensor-parallel ranks the first may read the data."""
     seen = []
     graph = SimpleNamespace(replay=lambda: seen.append("replay"))
@@ -163,7 +155,7 @@ def test_the_replay_of_a_step_is_seen_on_ranks_without_data(megatron, monkeypatc
     uninstall()
 
 
-def test_the_graph_of_a_step_ends_before_python_does(megatron, monkeypatch):
+def test_the_graph_of_a_step_ends_before_python_does(uninstalled, monkeypatch):
     at_exit = []
     monkeypatch.setattr(guard.atexit, "register", at_exit.append)
     monkeypatch.setattr(guard.atexit, "unregister", lambda _: at_exit.clear())
@@ -180,16 +172,16 @@ def test_the_graph_of_a_step_ends_before_python_does(megatron, monkeypatch):
 
 @pytest.mark.parametrize("dispatcher", ["padded_alltoall", "alltoall"])
 def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
-    megatron, monkeypatch, dispatcher
+    uninstalled, monkeypatch, dispatcher
 ):
     free: list[Any] = []
     pool = SimpleNamespace(insert=free.append)
     monkeypatch.setattr(_CudaGraphRunner, "create_fwd_graph", capture)
     monkeypatch.setattr(_CudagraphGlobalRecord, "tensor_reuse_pool", pool, raising=False)
     install()
-    fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
-    fields |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
-    layer = gpt(**settings(dispatcher=dispatcher), **fields).decoder.layers[0].train()
+    losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    fields = settings(dispatcher=dispatcher) | tiny.EXPERT_BIAS | losses
+    layer = gpt(**fields).decoder.layers[0].train()
     layer.mlp(torch.ones(LENGTH, 1, tiny.HIDDEN))
     guard.install(tiny.config(**settings()))  # As another model of this process, which is ours.
     layer.config.padded_dispatch = PaddedOptions()  # It alone makes no model ours.
@@ -213,7 +205,7 @@ def test_d15_a_capture_leaves_counts_and_inputs_alone_if_the_model_is_ours(
     assert _CudaGraphRunner.create_fwd_graph is capture
 
 
-def test_what_a_capture_counts_and_keeps_goes_back(megatron, monkeypatch):
+def test_what_a_capture_counts_and_keeps_goes_back(uninstalled, monkeypatch):
     """Transformer Engine warms a layer up eagerly, several times."""
     monkeypatch.setattr(guard, "get_num_microbatches", lambda: 1)
     fields = settings() | {"cuda_graph_impl": "transformer_engine"}
@@ -241,7 +233,9 @@ class Manager:
 
 
 @pytest.mark.parametrize("way", ["install", "padded_spec"])
-def test_d23_an_evaluation_is_eager_and_a_change_raises_before_a_replay(megatron, monkeypatch, way):
+def test_d23_an_evaluation_is_eager_and_a_change_raises_before_a_replay(
+    uninstalled, monkeypatch, way
+):
     layer, manager = padded_gpt(way).decoder.layers[0], Manager()
     layer.cudagraph_manager = manager
     given = {"hidden_states": torch.ones(LENGTH, 1, tiny.HIDDEN), "attention_mask": None}
@@ -264,7 +258,7 @@ def test_d23_an_evaluation_is_eager_and_a_change_raises_before_a_replay(megatron
     assert manager.num_replays == 1
 
 
-def test_d23_stock_replays_a_training_step_in_evaluation(megatron, monkeypatch):
+def test_d23_stock_replays_a_training_step_in_evaluation(uninstalled, monkeypatch):
     layer, manager = gpt(**settings(dispatcher="alltoall")).decoder.layers[0], Manager()
     layer.cudagraph_manager = manager
     monkeypatch.setattr(_CudagraphGlobalRecord, "cudagraph_created", True)

@@ -1,7 +1,6 @@
 """After install() the config value alone is enough; uninstall() restores stock Megatron."""
 
 import typing
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +12,9 @@ from padded_dispatch.megatron import PaddedOptions, install, uninstall
 from padded_dispatch.megatron.compat import graph_scopes, layer_graphs
 from padded_dispatch.megatron.config import check_config
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
-from padded_dispatch.utils.logs import log_once
 from tests.support import tiny
 
-
-@pytest.fixture(autouse=True)
-def megatron(one_process: None) -> Iterator[None]:
-    yield
-    uninstall()
+pytestmark = pytest.mark.usefixtures("uninstalled")
 
 
 def test_without_install_megatron_names_the_word():
@@ -41,7 +35,6 @@ def test_layer_is_megatrons_own_with_our_dispatcher():
 
 
 def test_options_that_no_layer_follows_are_named_once(caplog):
-    log_once.cache_clear()
     install()
     tiny.layer(tiny.config("allgather"))
     install(PaddedOptions(eval_factor=3.0))
@@ -202,7 +195,6 @@ def test_a_recipe_for_another_dispatcher_is_accepted(caplog):
     fields = TransformerConfig.__dataclass_fields__
     settings = {name: value for name, value in FOR_OTHERS.items() if name in fields}
     install()
-    log_once.cache_clear()
     with caplog.at_level("INFO", "padded_dispatch"):
         config = tiny.config(**settings)
         config.__post_init__()

@@ -446,7 +446,6 @@ def test_a_resumed_run_of_fewer_ranks_leaves_no_file_of_steps_that_it_repeats(tm
 def test_a_trace_says_once_that_steps_have_got_more_micro_batches(
     loop, tmp_path, caplog, monkeypatch, has_layers
 ):
-    log_once.cache_clear()
     if not has_layers:
         monkeypatch.setattr(megatron_lm, "record_routing", lambda *args, **sizes: None)
     with patch.object(megatron_lm, "get_num_microbatches", lambda: 1 + len(loop.calls)):
