@@ -254,17 +254,12 @@ def test_what_is_frozen_changes_no_other_gradient(pool, frozen):
 
 
 def in_dtypes(case: Case, dtype: torch.dtype, probs_dtype: torch.dtype, pool: str) -> list[Tensor]:
-    rank, names = OneRank(case), case.layers[0].weights
-    leaves = [rank.tokens_TD, *(getattr(rank.weights_Y[0], name) for name in names)]
-    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
-    rank.tokens_TD = leaves[0]
-    rank.weights_Y[0] = ExpertWeights(**dict(zip(names, leaves[1:], strict=True)))
-    rank.probs_YTE[0] = rank.probs_YTE[0].detach().to(probs_dtype).requires_grad_()
-    out_TD = Model(case, pool).layer(rank, 0, rank.tokens_TD)
-    out_TD.backward(torch.from_numpy(case.grad_STD[rank.source]).to(dtype))
-    found = [out_TD.detach(), *(leaf.grad for leaf in [*leaves, rank.probs_YTE[0]])]
-    assert [one.dtype for one in found] == [dtype] * (len(leaves) + 1) + [probs_dtype]
-    return found
+    rank = OneRank(case, dtype, probs_dtype)
+    found = rank.found(Model(case, pool).layer(rank, 0, rank.tokens_TD))
+    grads = *found.grad_weights_Y[0].values(), found.grad_probs_YTE[0]
+    values = [found.out_TD, found.grad_tokens_TD, *grads]
+    assert [one.dtype for one in values] == [dtype] * (len(values) - 1) + [probs_dtype]
+    return values
 
 
 @pytest.mark.parametrize("probs_dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -88,18 +88,13 @@ class Model:
         sizes: Any = {"num_tokens": case.tokens, "hidden": WIDTH, "ffn": FFN}
         how = {"activation": case.activation, "biased": case.biased}
         drawn = make_case(case.config, case.routings, **sizes, **how)
-        rank = OneRank(drawn)
-
-        def leaf(value: Tensor) -> Tensor:
-            return value.detach().float().to(dtype).requires_grad_()
-
-        self.tokens_TD, self.maps_YTE = leaf(rank.tokens_TD), rank.maps_YTE
-        self.grad_TD = leaf(torch.from_numpy(drawn.grad_STD[rank.source])).detach()
-        self.probs_YTE = [leaf(probs_TE) for probs_TE in rank.probs_YTE]
+        rank = OneRank(drawn, dtype)
+        self.tokens_TD, self.grad_TD = rank.tokens_TD, rank.grad_TD
+        self.maps_YTE, self.probs_YTE = rank.maps_YTE, rank.probs_YTE
         self.names, self.weights = [*drawn.layers[0].weights], []
         for of_layer in rank.weights_Y:
             self.store.add(lambda: case.config)
-            given: dict[str, Any] = {name: leaf(getattr(of_layer, name)) for name in self.names}
+            given: dict[str, Any] = {name: getattr(of_layer, name) for name in self.names}
             given["fc1_LGD"].requires_grad_(not case.frozen)
             for linear, suffix in (("fc1", "LGD"), ("fc2", "LDF")):
                 if case.sums:

@@ -10,11 +10,8 @@ from torch import Tensor
 
 from padded_dispatch.kernels import direct
 from padded_dispatch.routing import Plan, plan_in_torch
-from tests.support.device import DEVICE, addresses, equal, here, ints
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+from tests.support.device import DEVICE, addresses, equal, here, ints, nan
+from tests.support.routings import maps_of
 
 
 def plan_of(map_TE: Tensor, top_k: int) -> Plan:
@@ -22,20 +19,7 @@ def plan_of(map_TE: Tensor, top_k: int) -> Plan:
     return Plan(expert_TK=expert_TK, place_TK=place_TK, kept_E=kept_E)
 
 
-def maps(num_ranks: int, num_tokens: int, local: int, top_k: int, routing: str) -> list[Tensor]:
-    """thin: 0 to K experts per token. one: all to the last rank. idle: none from rank 0."""
-    generator = torch.Generator().manual_seed(num_ranks + num_tokens)
-    num_experts, result = num_ranks * local, []
-    for rank in range(num_ranks):
-        scores_TE = torch.rand(num_tokens, num_experts, generator=generator)
-        scores_TE[:, : num_experts - local] *= routing != "one"
-        number_T1 = torch.randint(0, top_k + 1, (num_tokens, 1), generator=generator)
-        map_TE = (scores_TE.argsort(1, descending=True).argsort(1) < number_T1) & (scores_TE > 0)
-        result.append(map_TE & (routing != "idle" or rank > 0))
-    return result
-
-
-@pytest.mark.parametrize("routing", ["thin", "one", "idle"])
+@pytest.mark.parametrize("routing", ["thin", "one rank", "idle source"])
 @pytest.mark.parametrize(
     ("num_ranks", "num_tokens", "local", "top_k", "width", "dtype", "extra"),
     [
@@ -51,14 +35,16 @@ def test_tokens_and_plans_of_all_ranks_arrive(
     monkeypatch.setattr(direct, "PROGRAMS", 3)  # less than tokens, and than pieces of the plan
     monkeypatch.setattr(direct, "_CHUNK", 8)
     slots, ranks = num_tokens + extra, range(num_ranks)
-    plans = [plan_of(m, top_k) for m in maps(num_ranks, num_tokens, local, top_k, routing)]
+    given = num_tokens, num_ranks * local, top_k
+    maps = maps_of(routing, given, num_ranks=num_ranks, num_sources=num_ranks)
+    plans = [plan_of(map_TE, top_k) for map_TE in map(torch.from_numpy, maps)]
     tokens = [torch.randn(num_tokens, width, device=DEVICE).to(dtype) for _ in ranks]
     probs = [torch.rand(num_tokens, top_k, device=DEVICE) for _ in ranks]
     numbers = num_ranks * slots * top_k
     # Zero, where nothing is written, would be an expert of each rank.
     plan_buffers = [ints(*[0] * (3 * numbers + num_ranks * local)) for _ in ranks]
     for beside in (True, False):  # A forward pass, and a backward pass without the plan.
-        rows = [empty(num_ranks - 1, slots, width, dtype=dtype) for _ in ranks]
+        rows = [nan(num_ranks - 1, slots, width, dtype=dtype) for _ in ranks]
         for rank in ranks:
             plan = plans[rank]
             given = plan.place_TK, probs[rank], plan.kept_E
@@ -73,7 +59,7 @@ def test_tokens_and_plans_of_all_ranks_arrive(
                 beside=given if beside else None,
             )
         for rank, rows_SPD in enumerate(rows):
-            expected = empty(num_ranks - 1, slots, width, dtype=dtype)
+            expected = nan(num_ranks - 1, slots, width, dtype=dtype)
             for place, source in enumerate(source for source in ranks if source != rank):
                 owner_TK = torch.where(
                     plans[source].expert_TK >= 0, plans[source].expert_TK // local, -1
@@ -101,7 +87,7 @@ def test_tokens_and_plans_of_all_ranks_arrive(
 
 def test_numbers_beside_rows_go_home_and_zeros_for_rows_without_room():
     """Both sources get some; what stays unwritten is of other ranks. The example, and more."""
-    homes = [empty(1, 2) for _ in range(2)]
+    homes = [nan(1, 2) for _ in range(2)]
     beside_N, row_SPK = here(torch.tensor([0.1, 0.2])), ints([[6, -1]], [[-2, 5]])
     direct.send_beside(beside_N, row_SPK, addresses(*homes), ints(5, 7).flatten())
     assert homes[0][0, 0] == beside_N[1] and homes[0].isnan().tolist() == [[False, True]]
@@ -110,7 +96,7 @@ def test_numbers_beside_rows_go_home_and_zeros_for_rows_without_room():
     num_sources, slots, top_k = 3, 401, 3
     row_SPK = torch.randint(-2, 50, (num_sources, slots, top_k), generator=random).int()
     beside_N = torch.rand(50, generator=random)
-    homes = [empty(slots, top_k) for _ in range(num_sources)]
+    homes = [nan(slots, top_k) for _ in range(num_sources)]
     direct.send_beside(here(beside_N), here(row_SPK), addresses(*homes), ints(0))
     for home, row in zip(homes, row_SPK, strict=True):
         expected = torch.where(row >= 0, beside_N[row.clamp(min=0).long()], 0)
@@ -119,7 +105,7 @@ def test_numbers_beside_rows_go_home_and_zeros_for_rows_without_room():
 
 
 def test_push_example():
-    rows, plans = [empty(1, 2, 1) for _ in range(2)], [ints(*[7] * 28) for _ in range(2)]
+    rows, plans = [nan(1, 2, 1) for _ in range(2)], [ints(*[7] * 28) for _ in range(2)]
     beside = ints([0, 0]), here(torch.ones(1, 2)), ints(1, 0, 0, 1)
     inputs = here(torch.ones(1, 1)), ints([0, 3]), addresses(*rows), addresses(*plans)
     direct.push(*inputs, rank=1, num_slots=2, num_local_experts=2, beside=beside)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from padded_dispatch.experts.scaled import quantize
 from padded_dispatch.kernels import Scaled, Segments, rows
-from tests.support.device import DEVICE, addresses, here, ints
+from tests.support.device import DEVICE, addresses, here, ints, nan
 
 NAN = float("nan")
 
@@ -14,10 +14,6 @@ NAN = float("nan")
 def same(got: Tensor, expected: Tensor) -> None:
     """Assert equal bits; NaN equals NaN."""
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def nan(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full(shape, NAN, dtype=dtype, device=DEVICE)
 
 
 def segments(offsets: list[int], num_experts: int, num_rows: int) -> Segments:

@@ -38,6 +38,10 @@ def ints(*values: object) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
+def nan(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+
+
 def addresses(*buffers: Tensor) -> Tensor:
     return torch.tensor([buffer.data_ptr() for buffer in buffers], device=DEVICE)
 

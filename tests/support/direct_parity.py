@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from padded_dispatch.bench.cases import SKEWS, routing_scores
 from padded_dispatch.config import kept_tokens
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.collectives import Arrived, Values
 from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.kernels import Segments, gemm, rows
 from padded_dispatch.routing import Plan, make_plan
+from tests.support.routings import maps_of, thin_out
 
 _T = TypeVar("_T")
 
@@ -72,29 +72,16 @@ class Inputs:
             mine.copy_(value)
 
 
-# Skews of `routing_scores`, and: "same", all want the first K experts; "idle", the last rank's
-# experts get no token; "absent", the last rank has no real tokens.
-ROUTINGS = ("uniform", "lognormal-1.0", "hot", "same", "idle", "absent", "none")
+ROUTINGS = ("uniform", "lognormal-1.0", "hot", "same", "idle rank", "idle source", "none")
 
 
 def make_inputs(layer: Layer, routing: str, seed: int, device: torch.device) -> Inputs:
     rank, size = dist.get_rank(), dist.get_world_size()
-    seed = seed * size + rank
-    num_experts = layer.local_experts * size
-    skew = routing if routing in SKEWS else "uniform"
-    num_idle = layer.local_experts if routing == "idle" else 0
-    num_idle = min(num_idle, num_experts - layer.top_k)
-    scores = routing_scores(layer.tokens, num_experts, skew=skew, seed=seed)
-    scores_TE = torch.from_numpy(scores)
-    scores_TE[:, : layer.top_k] += 100 if routing == "same" else 0
-    scores_TE[:, num_experts - num_idle :] -= 100
-    chosen_TK = scores_TE.topk(layer.top_k).indices
-    map_TE = torch.zeros(scores_TE.shape, dtype=torch.bool).scatter(1, chosen_TK, True)
-    generator = torch.Generator().manual_seed(seed)
-    map_TE &= torch.rand(map_TE.shape, generator=generator) < 0.9  # 0 to K experts per token
-    if routing == "none" or (routing == "absent" and rank == size - 1):
-        map_TE[:] = False
-    plan = make_plan(map_TE, top_k=layer.top_k)
+    sizes = layer.tokens, layer.local_experts * size, layer.top_k
+    maps = maps_of(routing, sizes, num_ranks=size, num_sources=size, seed=seed * size)
+    map_TE = thin_out(maps[rank], share=0.1, seed=seed * size + rank)  # 0 to K experts per token
+    plan = make_plan(torch.from_numpy(map_TE), top_k=layer.top_k)
+    generator = torch.Generator().manual_seed(seed * size + rank)
 
     def whole(low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=generator).to(device, torch.float32)

@@ -9,7 +9,7 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from torch import Tensor
 
-from padded_dispatch.bench.cases import routing_scores
+from padded_dispatch.bench.cases import SKEWS, routing_scores
 
 # Tokens and experts of maps on GPUs, which exceed a program of each kernel.
 LARGE = ((4096, 128), (33000, 128), (131072, 512))
@@ -31,6 +31,30 @@ def routing_map(
         chosen_TK = np.argsort(-scores_TE, axis=1, kind="stable")[:, :top_k]
         np.put_along_axis(map_TE, chosen_TK, True, axis=1)
     return map_TE
+
+
+def maps_of(
+    routing: str, sizes: tuple[int, int, int], *, num_ranks: int, num_sources: int, seed: int = 0
+) -> NDArray[np.bool_]:
+    """Return maps [S, T, E] of these T, E and K, with the skew `routing`, or one of these.
+
+    thin: 0 to K experts per token. one rank: all rows go to rank 0, as many as can. idle rank: no
+    row goes to the last. idle source: the last source has none. full: as "uniform".
+    """
+    num_tokens, num_experts, top_k = sizes
+    local, maps = num_experts // num_ranks, []
+    for source in range(num_sources):
+        skew = routing if routing in (*SKEWS, "same", "none") else "uniform"
+        if routing == "idle source" and source == num_sources - 1:
+            skew = "none"
+        map_TE = routing_map(num_tokens, num_experts, top_k, skew=skew, seed=seed + source)
+        if routing == "one rank":
+            map_TE[:] = np.arange(num_experts) < min(top_k, local)
+        if routing == "idle rank":
+            map_TE[:, -local:] = False
+        is_thin = routing == "thin"
+        maps.append(thin_out(map_TE, share=0.3, seed=seed + source) if is_thin else map_TE)
+    return np.stack(maps)
 
 
 def large_map(num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor]:

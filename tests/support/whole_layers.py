@@ -22,7 +22,7 @@ from padded_dispatch.experts.plain import activate
 from padded_dispatch.experts.store import Store
 from tests.support import reference
 from tests.support.reference import Arrays
-from tests.support.routings import routing_map, thin_out
+from tests.support.routings import maps_of
 from tests.support.threads import grid, poisoned_memory, run_on_threads
 
 ROUTINGS = "thin", "full", "hot", "one rank", "idle rank", "idle source", "masked", "none"
@@ -67,11 +67,9 @@ def make_case(
     biased: bool = True,
     seed: int = 0,
 ) -> Case:
-    """Draw a case with a layer for each routing.
+    """Draw a case with a layer for each routing, one of those of `maps_of`.
 
-    thin: 0 to K experts per token. hot: one expert is asked for by all. one rank: all rows go to
-    rank 0, as many as can. idle rank: no row goes to the last. idle source: the last source has
-    none. masked: some tokens, and all of source 0, are padding. none: no row at all.
+    Or masked: some tokens, and all of source 0, are padding.
     """
     generator = np.random.default_rng(seed)
     activation = activation or Activation()
@@ -81,9 +79,14 @@ def make_case(
     if biased:
         shapes |= {"fc1_bias_LG": (width,), "fc2_bias_LD": (hidden,)}
 
+    def normal(*shape: int, scale: float = 1.0) -> NDArray:
+        """Draw numbers that fp32 has, so that layers in fp32 and in fp64 are given the same."""
+        return np.float32(scale * generator.normal(size=shape)).astype(np.float64)
+
     def layer(routing: str) -> Layer:
-        maps = [_map(config, routing, s, num_tokens, seed + s) for s in range(sources)]
-        map_STE = np.stack(maps)
+        drawn = num_tokens, config.num_experts, config.top_k
+        ranks = {"num_ranks": config.num_ranks, "num_sources": sources}
+        map_STE = maps_of(routing, drawn, **ranks, seed=seed)
         if routing == "masked":
             map_STE[generator.random((sources, num_tokens)) < 0.3] = False
             map_STE[0] = False
@@ -93,7 +96,7 @@ def make_case(
             map_STE=map_STE,
             probs_STE=probs,
             weights={
-                name: generator.normal(size=(shards, config.num_experts, *shape)) / shape[-1] ** 0.5
+                name: normal(shards, config.num_experts, *shape, scale=shape[-1] ** -0.5)
                 for name, shape in shapes.items()
             },
         )
@@ -103,22 +106,9 @@ def make_case(
         config=config,
         activation=activation,
         layers=[layer(routing) for routing in routings],
-        tokens_STD=generator.normal(size=tokens),
-        grad_STD=generator.normal(size=tokens),
+        tokens_STD=normal(*tokens),
+        grad_STD=normal(*tokens),
     )
-
-
-def _map(config: DispatchConfig, routing: str, source: int, num_tokens: int, seed: int) -> NDArray:
-    experts, local = config.num_experts, config.num_local_experts
-    skew = "hot" if routing == "hot" else "uniform"
-    if routing == "none" or (routing == "idle source" and source == config.num_sources - 1):
-        skew = "none"
-    map_TE = routing_map(num_tokens, experts, config.top_k, skew=skew, seed=seed)
-    if routing == "one rank":
-        map_TE[:] = np.arange(experts) < min(config.top_k, local)
-    if routing == "idle rank":
-        map_TE[:, -local:] = False
-    return thin_out(map_TE, share=0.3, seed=seed) if routing == "thin" else map_TE
 
 
 class Sizes:
@@ -208,17 +198,19 @@ def _shard(config: DispatchConfig, weights: Arrays, source: int) -> Arrays:
 
 
 class OneRank:
-    """The leaves of a case on this rank, on the CPU in fp64."""
+    """The leaves of a case on this rank, on the CPU, and the gradient of what comes out."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, dtype: Any = torch.float64, probs_dtype: Any = None) -> None:
         self.case = case
         self.source = dist.get_rank() if dist.is_initialized() else 0
 
-        def leaf(value: NDArray) -> Tensor:
-            return torch.from_numpy(value.copy()).requires_grad_()
+        def leaf(value: NDArray, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.tensor(value, dtype=dtype, requires_grad=True)
 
         self.tokens_TD = leaf(case.tokens_STD[self.source])
-        self.probs_YTE = [leaf(layer.probs_STE[self.source]) for layer in case.layers]
+        self.grad_TD = leaf(case.grad_STD[self.source]).detach()
+        probs = [layer.probs_STE[self.source] for layer in case.layers]
+        self.probs_YTE = [leaf(probs_TE, probs_dtype or dtype) for probs_TE in probs]
         self.maps_YTE = [torch.from_numpy(layer.map_STE[self.source]) for layer in case.layers]
         self.weights_Y = [
             ExpertWeights(
@@ -231,7 +223,7 @@ class OneRank:
         ]
 
     def found(self, out_TD: Tensor) -> Found:
-        out_TD.backward(torch.from_numpy(self.case.grad_STD[self.source]))
+        out_TD.backward(self.grad_TD)
         names = self.case.layers[0].weights
         return Found(
             out_TD=out_TD.detach(),
