@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +20,7 @@ from padded_dispatch.megatron.stacked_linear import StackedLinear, following_zer
 from padded_dispatch.megatron.watch import Watch
 from tests.support import tiny
 from tests.support.parity import megatron
+from tests.support.tiny import tokens
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -42,11 +42,6 @@ def chain(
     options = {"experts": "packed", "capacity_pool": pool, "eval_factor": eval_factor}
     config = tiny.config(**given, **options)
     return [tiny.layer(config, index + 1, padded=True) for index in range(number)]
-
-
-def tokens(num_tokens: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * dist.get_rank() + seed)
-    return torch.randn(num_tokens, 1, tiny.HIDDEN, generator=generator)
 
 
 def through(layers: list[Any], hidden: Tensor) -> Tensor:
@@ -209,7 +204,7 @@ def test_ddp_hears_of_a_gradient_once_and_when_it_is_there(adds):
     group.register_grad_ready = heard
     for seed in range(2):
         ddp.zero_grad_buffer()
-        given = tokens(15, seed).bfloat16().requires_grad_()
+        given = tokens(15, seed=seed).bfloat16().requires_grad_()
         ddp(given)[0].float().square().sum().backward()
         assert weight.grad is None and weight.grad_added_to_main_grad == adds
         ddp.finish_grad_sync()
@@ -342,7 +337,7 @@ def _evaluation_fits(pool: str) -> Any:
     whole.load_state_dict(made.state_dict())
     with torch.no_grad():
         for seed, length in enumerate((12, 10, 12)):
-            given = tokens(length, seed)
+            given = tokens(length, seed=seed)
             # With few rows, products of a CPU round in other ways.
             torch.testing.assert_close(made.eval()(given)[0], whole.eval()(given)[0])
     counters = made.token_dispatcher.eval_counters

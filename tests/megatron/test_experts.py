@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor, nn
@@ -57,17 +56,11 @@ def assert_alike(packed: Any, module: Any, tokens: Tensor) -> None:
         torch.testing.assert_close(ours[name], expected, rtol=1e-12, atol=1e-14, msg=name)
 
 
-GPT_OSS = {
-    "activation_func": quick_gelu,
-    "activation_func_clamp_value": 0.25,
-    "glu_linear_offset": 1.0,
-    "add_bias_linear": True,
-}
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "swiglu": {},
     "swiglu, bias": {"add_bias_linear": True},
     "geglu": {"activation_func": F.gelu},
-    "gpt-oss": GPT_OSS,
+    "gpt-oss": {**tiny.gpt_oss(0.25), "add_bias_linear": True},
     "clamped swiglu": {"activation_func_clamp_value": 0.25},
     "gelu, bias": {"gated_linear_unit": False, "activation_func": F.gelu, "add_bias_linear": True},
     "silu": {"gated_linear_unit": False},

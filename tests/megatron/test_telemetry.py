@@ -57,9 +57,8 @@ def watch(layer: Any) -> HostCount:
 
 def run(layer: Any, seed: int, *, training: bool = True) -> None:
     layer.train(training)
-    generator = torch.Generator().manual_seed(100 * dist.get_rank() + seed)
     with torch.set_grad_enabled(training):
-        layer(torch.randn(T, 1, tiny.HIDDEN, generator=generator))
+        layer(tiny.tokens(T, seed=seed))
 
 
 def test_snapshots_come_one_step_after_each_read_was_started():

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.fp8_utils import get_fp8_context
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
@@ -179,9 +178,7 @@ def build_layer(case: LayerCase, dispatcher: str) -> Any:
         moe_router_pre_softmax=case.top_k == 1,
         # Stock 0.19.0 with Transformer Engine 2.20.2 reads a bf16 bias as fp32: see D21.
         moe_router_dtype=None if case.bias and case.dtype == torch.bfloat16 else "fp32",
-        activation_func=quick_gelu if case.gpt_oss else torch.nn.functional.silu,
-        activation_func_clamp_value=1.0 if case.gpt_oss else None,
-        glu_linear_offset=1.0 if case.gpt_oss else 0.0,
+        **(tiny.gpt_oss(1.0) if case.gpt_oss else {}),
         add_bias_linear=case.bias,
         bias_activation_fusion=case.on_gpu,
         deterministic_mode=True,

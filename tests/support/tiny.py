@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 from megatron.core.transformer.spec_utils import build_module
@@ -28,6 +29,19 @@ NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 16
 EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 OPTIONS = {field.name for field in dataclasses.fields(PaddedOptions)}
 RECOMPUTE: dict[str, Any] = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+def gpt_oss(clamp: float) -> dict[str, Any]:
+    """Return fields of GPT-OSS's activation, with another clamp than 7."""
+    fields = {"activation_func": quick_gelu, "activation_func_clamp_value": clamp}
+    return fields | {"glu_linear_offset": 1.0}
+
+
+def tokens(length: int, batch: int = 1, *, seed: int = 0, width: int = HIDDEN) -> Tensor:
+    """Draw tokens [S, B, D], other ones on each rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(100 * rank + seed)
+    return torch.randn(length, batch, width, generator=generator)
 
 
 def config(

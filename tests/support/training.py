@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
@@ -50,6 +49,7 @@ from padded_dispatch.megatron.guard import forget_iterations
 from padded_dispatch.megatron.retry import RandomStates, without_graphs
 from padded_dispatch.megatron.telemetry import Telemetry, padded_moe_layers
 from padded_dispatch.utils.patches import Patches
+from tests.support import tiny
 from tests.support.gpt import (
     Sizes,
     ddp_chunks,
@@ -589,9 +589,7 @@ def _config(model: Model, **options: Any) -> Any:
         fields |= {
             "add_bias_linear": model.etp == 1,  # Megatron's experts have no bias otherwise.
             "add_qkv_bias": True,
-            "activation_func": quick_gelu,
-            "activation_func_clamp_value": 7.0,
-            "glu_linear_offset": 1.0,
+            **tiny.gpt_oss(7.0),
         }
     if model.graph in ("layer", "helper"):
         fields |= layer_graphs(*model.scopes)
