@@ -234,5 +234,5 @@ svg { width: 100%; height: auto; }
 
 _CAPTIONS = {
     "dropped": "Below the dotted line no more than that share is without room.",
-    "need": "One point per step: the smallest factor with room for all of its rows.",
+    "need": "One point per step: a factor with room for all of its rows.",
 }
