@@ -6,6 +6,7 @@ That replays equal eager training is for the rows of `tests.gpu.table`.
 import dataclasses
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -191,6 +192,30 @@ def test_after_a_failed_capture_layers_are_eager(megatron):
         training.capture()
     assert not cuda_graphs.is_graph_capturing()
     training.step(0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_hooks_that_wait_for_weights_are_off_during_a_capture(megatron, monkeypatch, fails):
+    training, calls = training_of("moe"), []
+    (chunk,) = training.chunks
+    chunk.ddp_config.overlap_param_gather = True
+    chunk.remove_forward_pre_hook_handles = {"a module": "a handle"}
+    monkeypatch.setattr(chunk, "disable_forward_pre_hook", lambda param_sync: calls.append("off"))
+    monkeypatch.setattr(chunk, "enable_forward_pre_hook", lambda: calls.append("on"))
+    helper = cuda_graphs.TECudaGraphHelper
+    monkeypatch.setattr(helper, "cuda_graph_set_manual_hooks", lambda self: calls.append("manual"))
+    capture = GraphedLayer.capture_forward
+
+    def capture_forward(graphed: GraphedLayer) -> None:
+        calls.append("capture")
+        assert not fails
+        capture(graphed)
+
+    monkeypatch.setattr(GraphedLayer, "capture_forward", capture_forward)
+    with pytest.raises(AssertionError) if fails else nullcontext():
+        training.capture()
+    order = list(dict.fromkeys(calls))
+    assert order == ["off", "capture", "on"] + ["manual"] * (not fails)
 
 
 def iterating(**changes: Any) -> Training:
