@@ -45,6 +45,8 @@ def test_a_number_that_does_not_rise_begins_another_model():
     config = changed()
     first, second, third, fourth = stores_of(joined(config, [1, 2, 1, 2]))
     assert first is second is not third is fourth
+    one, another = stores_of(joined(config, [1, 1]))
+    assert one is not another
 
 
 def test_other_configs_and_groups_have_other_stores():
@@ -84,6 +86,12 @@ def test_a_layer_that_is_repeated_has_several_calls():
     config = changed(mtp_num_layers=3, mtp_use_repeated_layer=True)
     assert calls_of(joined(config, [8, 9])) == [[0], [1, 2, 3]]
     assert calls_of(joined(changed(mlp_chunks_for_training=2), [1, 2])) == [[0, 1], [2, 3]]
+
+
+def test_a_stages_last_layer_is_as_far_from_its_first_as_in_other_stages():
+    block = {"recompute_granularity": "full", "recompute_method": "block"}
+    config = changed(pipeline_model_parallel_size=2, recompute_num_layers=4, **block)
+    assert calls_of(joined(config, [5, 6, 7, 8], rank=1)) == [[], [], [], []]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

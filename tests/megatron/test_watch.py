@@ -69,6 +69,29 @@ def test_what_is_said_is_what_telemetry_reads(alone, caplog):
         assert len(said(caplog)) == 1  # Telemetry's: a loop that has one is not watched.
 
 
+def test_the_layer_that_drops_is_named(alone, caplog):
+    with world(HALF):
+        training = Training(HALF)
+        (_, first), (index, _) = training.moe
+        with dropping_nothing([first]):
+            training.step(0)
+    (words,) = said(caplog)
+    assert f"of the rows of layer {index} found no room at step 1 (" in words
+
+
+def test_a_pass_that_is_announced_twice_counts_once(alone):
+    """HALF's steps have three passes."""
+    with world(HALF):
+        _, layer = Training(HALF).moe[0]
+        steps = []
+        for _ in range(4):
+            hidden_states = torch.zeros(1)
+            for _ in range(2):
+                watch.see_pass(layer, hidden_states)
+            steps.append(layer.token_dispatcher.watch.num_steps)
+    assert steps == [0, 0, 0, 1]
+
+
 def test_steps_that_a_retry_repeats_are_not_read(alone):
     model = with_changes(HALF, {"options": {"on_overflow": "retry"}})
     with world(model), patch.object(Reader, "start") as start:
