@@ -26,11 +26,9 @@ def model(*numbers: int | None, **settings: Any) -> Any:
     config = tiny.config(moe_expert_capacity_factor=0.5, **default | settings)
     chunk: Any = nn.Sequential()
     for number in numbers:
-        layer = tiny.layer(config, padded=True)
+        layer = tiny.layer(config, number or 1, padded=True)
         if number is None:
             layer.layer_number = layer.router.layer_number = None
-        else:
-            layer.set_layer_number(number)
         chunk.append(layer)
     chunk.config = config
     return chunk
@@ -165,6 +163,21 @@ def test_an_early_read_loses_nothing_of_a_pending_one():
     assert snapshot.max_need_Y[0] == counts.largest
     empty = telemetry.read().training
     assert not empty.counts["demand_E"].any() and empty.max_need_Y[0] == 0 and empty.figures() == {}
+
+
+def test_the_factor_that_a_store_needs_is_relative_to_the_layers_that_share_it():
+    """On one rank two layers fill just two shares, in each of three passes."""
+    chunk = model(1, 2, experts="packed")
+    telemetry = Telemetry([chunk])
+    for seed in range(3):
+        hidden_states = tiny.tokens(T, seed=seed)
+        for layer in chunk:
+            hidden_states, _ = layer.train()(hidden_states)
+        hidden_states.sum().backward()
+    snapshot = telemetry.read().training
+    assert snapshot.share_rows_Y.tolist() == 2 * [2 * T * tiny.TOP_K]
+    assert snapshot.figures_of_layers()["needed_factor"] == [0.5, 1.0]
+    assert snapshot.figures()["dropped"] == 0.0
 
 
 def test_earlier_counts_are_left_out_and_totals_may_wrap():
