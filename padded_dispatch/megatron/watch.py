@@ -146,7 +146,7 @@ def _num_passes(config: Any) -> int:
 
     If a layer takes a sequence in parts, its router sees each part, and a guard only the layer.
     """
-    parts = getattr(config, "mlp_chunks_for_training", None) or 1
+    parts = getattr(config, "mlp_chunks_for_training", 1)
     try:
         return get_num_microbatches() * (parts if config.cuda_graph_impl == "none" else 1)
     except AttributeError:
