@@ -64,8 +64,10 @@ OURS = f"{PADDED} {GRAPHS} moe"
 CONTENDERS = {
     "ours": OURS,
     "ours, fp8": f"{OURS} --fp8-format hybrid --fp8-recipe tensorwise",
+    "ours, eager": PADDED,
     "ours, a step in one graph": f"{PADDED} --cuda-graph-impl full_iteration --te-rng-tracker",
     "stock drop-and-pad": f"{ALLTOALL} {FACTOR} --moe-pad-expert-input-to-capacity {GRAPHS} moe",
+    "stock drop-and-pad, eager": f"{ALLTOALL} {FACTOR} --moe-pad-expert-input-to-capacity",
     "stock dropless, graphs of attention and router": f"{ALLTOALL} {GRAPHS} moe_router "
     "moe_preprocess",
     "stock dropless": ALLTOALL,
@@ -80,6 +82,35 @@ def wgrad_gemm_accum_fp32(rows, grad, main_grad):
                  accumulate=True, grad=True)
 
 wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+"""
+# Transformer Engine's Adam copies all moments to fp32 before it changes any. On Hopper it stores
+# fp8 moments twice, once transposed, and one that is all zeros becomes NaN.
+ADAM_IN_PARTS = """
+from functools import partial
+from transformer_engine.pytorch.optimizers import fused_adam
+
+Adam = fused_adam.FusedAdam
+step_all, store = Adam.step, Adam._apply_scale
+fused_adam.Float8Quantizer = partial(fused_adam.Float8Quantizer, columnwise=False)
+
+def step(self):
+    groups = self.param_groups
+    for group in groups:
+        parts, size = {}, 0
+        for param in group["params"]:
+            parts.setdefault(size // 2**27, []).append(param)
+            size += param.numel()
+        of_parts = [group | {"params": part} for part in parts.values()]
+        for self.param_groups in ([part] for part in of_parts):
+            step_all(self)
+        group["step"] = of_parts[0]["step"]
+    self.param_groups = groups
+
+def store_no_zeros(self, name, moment, *to):
+    moment.view(-1)[:1].add_(1e-30)
+    store(self, name, moment, *to)
+
+Adam.step, Adam._apply_scale = step, store_no_zeros
 """
 FIRST_STEP = 21  # Those before it compile, capture, and warm up.
 
@@ -172,6 +203,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, help="Python sources (default: those of torch)")
     parser.add_argument("--folder", type=Path, default=Path("runs/real_run"))
     parser.add_argument("--limit-s", type=int, default=180, help="of one contender")
+    in_parts = "step Transformer Engine's Adam in parts, let the allocator's segments grow"
+    parser.add_argument("--tight", action="store_true", help=f"for the largest models: {in_parts}")
     parser.add_argument("--more", default="", help="flags of Megatron-LM, for all contenders")
     given = parser.parse_args(argv)
     require_results("--out", given.out)
@@ -182,13 +215,17 @@ def main(argv: list[str] | None = None) -> None:
     elif given.text:
         parser.error(f"--text must be left out, got {given.text}; {folder} has a text already")
     if find_spec(FUSED_MODULE) is None:
-        (folder / f"{FUSED_MODULE}.py").write_text(FUSED)
+        (folder / f"{FUSED_MODULE}.py").write_text(FUSED + given.tight * ADAM_IN_PARTS)
+    elif given.tight:
+        parser.error("--tight must be left out where APEX is installed; it hooks into its stand-in")
     fsdp = "--use-megatron-fsdp" in given.more
     environment = {
         "PYTHONPATH": ":".join([str(megatron_lm), *sys.path, str(folder)]),
         # Megatron-FSDP refuses the 1 that Megatron-LM's own recipes set.
         "CUDA_DEVICE_MAX_CONNECTIONS": "8" if fsdp else "1",
     }
+    if given.tight:
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     command = " ".join(["notebooks/real_run.py", *(sys.argv[1:] if argv is None else argv)])
     run_about = about(num_gpus=given.ep, command=command, commit=given.commit)
     launcher = ["timeout", "-k", "10", str(given.limit_s), sys.executable]

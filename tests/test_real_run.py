@@ -1,8 +1,12 @@
 """`notebooks/real_run.py` starts each contender with its switches, and keeps what a run says."""
 
 import json
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
+import pytest
+import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from notebooks import real_run
@@ -48,19 +52,64 @@ def test_rows_hold_what_each_run_says(tmp_path, monkeypatch):
     assert "dropped" not in dropless
     assert [row["capacity_factor"] for row in run["rows"]] == [1.25, None]
     assert [row["exit_code"] for row in run["rows"]] == [0, 1]  # torchrun's, of a run that failed
+    # Tight runs hook into the stand-in for APEX.
+    setting = "os.environ['PYTORCH_CUDA_ALLOC_CONF']"
+    of_allocator = f"import os\nassert {setting} == 'expandable_segments:True'"
+    monkeypatch.setattr(real_run, "ADAM_IN_PARTS", of_allocator)
+    only = ["--only", "ours, eager", "--more", "--seed 5", "--tight"]
+    again = [*given.split()[:-2], "--models", "gpt-oss-20b", "--iterations", "22"]
+    real_run.main([*again, *only])
+    (row,) = json.loads(out.read_text())["runs"][1]["rows"]
+    assert (row["exit_code"], "graph" in row["flags"]) == (0, False)
     # Where APEX is installed its product is taken.
     stand_in = tmp_path / f"{real_run.FUSED_MODULE}.py"
+    assert stand_in.read_text() == of_allocator
+    stand_in.write_text("")
     apex = tmp_path / "apex"
     apex.mkdir()
     stand_in.rename(apex / stand_in.name)
     monkeypatch.syspath_prepend(apex)
-    only = ["--only", "ours", "--more", "--seed 5 --use-megatron-fsdp"]
-    real_run.main([*given.split()[:-2], "--models", "gpt-oss-20b", "--iterations", "22", *only])
-    (row,) = json.loads(out.read_text())["runs"][1]["rows"]
+    with pytest.raises(SystemExit):
+        real_run.main([*again, *only])
+    real_run.main([*again, "--only", "ours", "--more", "--seed 5 --use-megatron-fsdp"])
+    (row,) = json.loads(out.read_text())["runs"][2]["rows"]
     assert (row["model"], row["exit_code"]) == ("gpt-oss-20b, 6 layers, Megatron-FSDP", 0)
     assert not stand_in.exists()
     assert real_run.shape_flags("qwen3-30b-a3b").endswith("-size 768 --swiglu --qk-layernorm")
     assert "swiglu" not in real_run.shape_flags("nemotron-3-super")
+
+
+def test_adam_in_parts_steps_every_parameter_once(monkeypatch):
+    class Adam:
+        def __init__(self):
+            params = [torch.zeros(2**size, device="meta") for size in (26, 26, 28, 3)]
+            self.param_groups = [{"params": params, "lr": 2}, {"params": params[:1], "step": 4}]
+            self.calls = []
+
+        def step(self):
+            for group in self.param_groups:
+                group["step"] = group.get("step", 0) + 1
+                sizes = [param.numel().bit_length() - 1 for param in group["params"]]
+                self.calls.append((group["step"], group.get("lr"), sizes))
+
+        def _apply_scale(self, name, moment, stored, scale):
+            self.calls.append((name, moment.tolist(), stored, scale))
+
+    module = ModuleType("fused_adam")
+    module.FusedAdam, module.Float8Quantizer = Adam, dict
+    package = "transformer_engine.pytorch.optimizers"
+    monkeypatch.setitem(sys.modules, package, SimpleNamespace(fused_adam=module))
+    exec(real_run.ADAM_IN_PARTS, {})
+    adam = Adam()
+    for step in (1, 2):
+        adam.step()
+        first, of_one = (step, 2), (4 + step, None, [26])
+        assert adam.calls == [(*first, [26, 26]), (*first, [28]), (*first, [3]), of_one]
+        adam.calls.clear()
+    assert [len(group["params"]) for group in adam.param_groups] == [4, 1]
+    adam._apply_scale("exp_avg", torch.zeros(1, 2), "to", "by")
+    assert adam.calls == [("exp_avg", [[torch.tensor(1e-30).item(), 0]], "to", "by")]
+    assert module.Float8Quantizer(scale=1) == {"scale": 1, "columnwise": False}
 
 
 def test_losses_that_are_no_numbers_keep_their_steps():
