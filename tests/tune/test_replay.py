@@ -243,7 +243,7 @@ def test_grid():
     assert grid(1.234)[-3:] == (1.15, 1.2, 1.24)
     assert grid(2.1)[-3:] == (1.95, 2.0, 2.1)
     assert grid(5.0)[-3:] == (4.17, 4.59, 5.0)
-    assert grid(0.0) == (0.01,)
+    assert [grid(need)[-1] for need in (0.0, 1.1, 2.3, 1.1000001)] == [0.01, 1.1, 2.3, 1.11]
 
 
 @pytest.mark.parametrize(
