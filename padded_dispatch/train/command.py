@@ -83,13 +83,13 @@ def _start(runs: list[tuple[str, Settings]]) -> Any:
             outcome = launch.start_workers(work, (remaining, num_ended), num_workers=num_workers)
             break
         except SystemExit as end:
-            if end.code != 1 or num_ended.value == len(runs):  # a signal, or all runs have ended
+            if end.code != 1:  # a signal
                 raise
-            title, _ = runs[num_ended.value]
-            failed.append(title)
+            failed += [title for title, _ in runs[num_ended.value :][:1]]
             num_ended.value += 1
     if failed:
         sys.stderr.write(f"{len(failed)} of {len(runs)} failed: {'; '.join(failed)}\n")
+    if failed or outcome is None:  # None: the processes died after the last run.
         raise SystemExit(1)
     return outcome
 

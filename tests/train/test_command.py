@@ -71,6 +71,23 @@ def test_a_contender_that_fails_leaves_the_rows_of_all(tmp_path, capfd):
     assert lines and all(" | dropped " in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("ended", "line"), [((1, 3), "1 of 3 failed: 2/3 --seed 1\n"), ((3,), "")]
+)
+def test_processes_that_die_after_the_last_run_are_a_failure(monkeypatch, capsys, ended, line):
+    """`ended`: runs that have ended, whether well or not, when the processes die."""
+    ends = iter(ended)
+
+    def die(work: Any, args: Any, **given: Any) -> None:
+        args[1].value = next(ends)
+        raise SystemExit(1)
+
+    monkeypatch.setattr("padded_dispatch.utils.launch.start_workers", die)
+    with pytest.raises(SystemExit, match="1"):
+        compare(f"{SMALL} --device cpu --vs --seed 0 1 2")
+    assert capsys.readouterr().err == line
+
+
 def test_a_run_that_is_stopped_leaves_what_it_had(tmp_path, capfd):
     path, whole = tmp_path / "results.json", Trainer.step
 
