@@ -61,7 +61,7 @@ def show_layers(rows: Rows) -> None:
 def draw_layers(rows: Rows, x: str, label: str) -> None:
     """Draw ms of a layer against `x`, a panel for each model; grey is the roofline."""
     models = sorted({row["model"] for row in rows}, reverse=True)
-    figure, panels = plt.subplots(1, len(models), figsize=(8.6, 3.4))
+    figure, (panels,) = plt.subplots(1, len(models), figsize=(8.6, 3.4), squeeze=False)
     for axes, model in zip(panels, models, strict=True):
         here = sorted((row for row in rows if row["model"] == model), key=lambda row: row[x])
         for contender, name in NAMES.items():

@@ -1,5 +1,6 @@
 """The stored notebooks are executed, without errors, small, and free of local paths."""
 
+import importlib
 import json
 import re
 import statistics
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 
 from padded_dispatch.train.arguments import read_compare
 
@@ -124,3 +126,16 @@ def test_only_layers_on_an_h200_have_a_roofline():
     for run in runs:
         known = run["about"]["machine"].endswith("NVIDIA H200")
         assert all((row["floor_ms"] is not None) == known for row in run["rows"])
+
+
+def test_layers_of_one_model_are_one_panel(monkeypatch):
+    pytest.importorskip("IPython", reason="figures show themselves with it")
+    monkeypatch.syspath_prepend(FOLDER)
+    performance = importlib.import_module("performance")
+    row = {"model": "x", "contender": "ours", "main_grad": "none", "floor_ms": 1.0}
+    shown = []
+    monkeypatch.setattr(performance.figures, "show", lambda figure, caption: shown.append(figure))
+    performance.draw_layers([row | {"ep": ep, "ms": 4.0 / ep} for ep in (2, 1)], "ep", "ranks")
+    (axes,) = shown[0].axes
+    drawn = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in axes.lines}
+    assert (drawn["ours"], drawn["roofline"]) == ((1, 2, 4.0, 2.0), (1, 2, 1.0, 1.0))
