@@ -71,9 +71,7 @@ def test_a_contender_that_fails_leaves_the_rows_of_all(tmp_path, capfd):
     assert lines and all(" | dropped " in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("ended", "line"), [((1, 3), "1 of 3 failed: 2/3 --seed 1\n"), ((3,), "")]
-)
+@pytest.mark.parametrize(("ended", "line"), [((1, 3), "1 of 3 failed: 2/3 --seed 1\n"), ((3,), "")])
 def test_processes_that_die_after_the_last_run_are_a_failure(monkeypatch, capsys, ended, line):
     """`ended`: runs that have ended, whether well or not, when the processes die."""
     ends = iter(ended)
