@@ -5,6 +5,7 @@ Without a subcommand it prints its help.
 """
 
 import argparse
+import contextlib
 import importlib
 import os
 import signal
@@ -78,7 +79,8 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as end:
         if argv is None and isinstance(end.code, int):
             # An interpreter that has imported torch takes seconds to exit.
-            sys.stdout.flush()
+            with contextlib.suppress(BrokenPipeError):  # after `| head`, for example
+                sys.stdout.flush()
             os._exit(end.code)
         raise
 

@@ -23,7 +23,8 @@ from padded_dispatch.exchange.symmetric_memory import allocated_gib, reset_peaks
 from padded_dispatch.megatron import install
 from padded_dispatch.megatron.world import world
 from padded_dispatch.utils.flags import errors_name_flags
-from padded_dispatch.utils.launch import show, start_workers
+from padded_dispatch.utils.launch import start_workers
+from padded_dispatch.utils.logs import show
 from padded_dispatch.utils.results import about, append_run, require_results
 
 _SHOWN_KERNELS = 24

@@ -21,6 +21,7 @@ from padded_dispatch.megatron.options import padded_flags
 from padded_dispatch.train.arguments import resolve
 from padded_dispatch.train.settings import Settings
 from padded_dispatch.utils import launch
+from padded_dispatch.utils.logs import show
 
 
 def train(given: argparse.Namespace) -> int:
@@ -36,7 +37,7 @@ def train(given: argparse.Namespace) -> int:
     if last is None:
         return 0
     verb = "fell" if last < first else "did not fall: it went"
-    launch.show(f"loss {verb} from {first:.2f} to {last:.2f} (mean of the last lines, at most ten)")
+    show(f"loss {verb} from {first:.2f} to {last:.2f} (mean of the last lines, at most ten)")
     return 0 if last < first else 1
 
 
@@ -78,7 +79,7 @@ def _start(runs: list[tuple[str, Settings]]) -> Any:
     num_ended = multiprocessing.get_context("spawn").RawValue("i", 0)  # runs, written by rank 0
     while num_ended.value < len(runs):
         remaining = runs[num_ended.value :]
-        launch.show(f"starting {_processes(num_workers)}: 10 to 30 seconds")
+        show(f"starting {_processes(num_workers)}: 10 to 30 seconds")
         try:
             outcome = launch.start_workers(work, (remaining, num_ended), num_workers=num_workers)
             break
@@ -112,7 +113,7 @@ def work(runs: list[tuple[str, Settings]], num_ended: Any) -> Any:
         for layout, group in itertools.groupby(runs, key=lambda run: run[1].layout):
             with loop.model_parallel(layout):
                 for title, settings in group:
-                    launch.show(title)
+                    show(title)
                     outcome = loop.train(settings, device)
                     if dist.get_rank() == 0:
                         num_ended.value += 1

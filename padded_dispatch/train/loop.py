@@ -48,7 +48,7 @@ from padded_dispatch.train.model import (
     transformer_config,
 )
 from padded_dispatch.train.settings import Layout, Settings
-from padded_dispatch.utils.launch import show
+from padded_dispatch.utils.logs import show
 
 _EVALUATION_PASSES = 32  # most passes per rank, before rounding up to a multiple of `pp`
 

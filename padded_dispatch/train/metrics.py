@@ -15,7 +15,7 @@ from torch import Tensor
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.train.model import fusions
 from padded_dispatch.train.settings import Settings
-from padded_dispatch.utils.launch import show
+from padded_dispatch.utils.logs import show
 from padded_dispatch.utils.results import about, append_run
 
 _CONTENDERS = {

@@ -1,7 +1,6 @@
 """Run `padded-dispatch tune`: from traces to a recommendation on the terminal, and an HTML page."""
 
 import argparse
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import DROP, Study, study
 from padded_dispatch.tune.replay import POOLS
 from padded_dispatch.utils.flags import Parser, errors_name_flags
+from padded_dispatch.utils.logs import show
 from padded_dispatch.utils.results import require_folder
 
 
@@ -48,14 +48,19 @@ def main(given: argparse.Namespace) -> int:
     """
     with errors_name_flags(vars(given)):
         found = _study(given)
-    sys.stdout.write(f"{report.summary(found, given.report)}\n")
-    svgs = {}
+    svgs, text = {}, report.summary(found, given.report)
     if find_spec("matplotlib"):
         svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
     else:
-        sys.stdout.write(f"\n{given.report} has no figures; for them, {plots.REMEDY}.\n")
-    given.report.parent.mkdir(parents=True, exist_ok=True)
-    given.report.write_text(report.html(found, svgs))
+        text += f"\n\n{given.report} has no figures; for them, {plots.REMEDY}."
+    try:
+        given.report.parent.mkdir(parents=True, exist_ok=True)
+        given.report.write_text(report.html(found, svgs))
+    except OSError as error:
+        raise ValueError(
+            f"--report must be a writable file, got {given.report} ({error.strerror}); name another"
+        ) from error
+    show(text)
     return 0
 
 
@@ -65,15 +70,13 @@ def _study(given: argparse.Namespace) -> Study:
     drop = given.drop
     fix = f"for {drop:g} % set {drop / 100:g}" if 1 <= drop < 100 else ""
     require(0 <= drop < 1, "drop", drop, "be a share from 0 to below 1", fix)
+    rule, fix = "exist", "record it with padded-dispatch train --trace, or correct the path"
     for path in given.traces:
-        if not path.exists():
-            raise ValueError(
-                f"TRACE must be a trace or a folder of traces, got {str(path)!r}, which does not "
-                "exist; record one with padded-dispatch train --trace, or correct the path"
-            )
-    rule, fix = "be a file", "add a name"
-    require(not given.report.is_dir(), "--report", str(given.report), rule, fix)
-    require_folder("--report", given.report.parent)
+        require(path.exists(), "TRACE", str(path), rule, fix)
+    page, rule = given.report, "be a file for the page, no folder and no trace"
+    is_free = not page.is_dir() and page.suffix != ".npy" and page not in given.traces
+    require(is_free, "--report", str(page), rule, "name another")
+    require_folder("--report", page.parent)
     try:
         trace = load_traces(given.traces)
     except OSError as error:

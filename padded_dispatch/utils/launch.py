@@ -77,17 +77,6 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
                 signal.signal(number, handler)
 
 
-def show(text: str) -> None:
-    """Print a line; among workers, on rank 0 only."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except BrokenPipeError:  # After `| head`, for example: go on without printing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def torchrun_env(rank: int, num_workers: int, port: int) -> dict[str, str]:
     """Return the environment variables that torchrun would set for a worker on this machine.
 

@@ -1,5 +1,7 @@
 """The command from its flags to the page that it writes, and its mistakes."""
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from padded_dispatch import cli
 from padded_dispatch.tune import command, plots, report
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import study
+from tests.support.processes import ENVIRONMENT
 from tests.support.traces import of_run, save, synthetic_trace
 
 SIZES = dict(num_steps=20, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
@@ -73,8 +76,11 @@ def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path)
     ("flags", "message"),
     [
         ("good.npy --report /proc/x/y", "--report must be a path in a writable folder"),
-        ("good.npy --report .", "--report must be a file, got '.'; add a name"),
-        ("nowhere.npy", "TRACE must be a trace or a folder of traces, got 'nowhere.npy'"),
+        ("good.npy --report /dev/full", "--report must be a writable file, got /dev/full (No "),
+        ("good.npy --report .", "--report must be a file for the page, no folder and no trace"),
+        ("--report good.npy good.npy", "--report must be a file for the page, no folder and no"),
+        ("--report trace trace", "--report must be a file for the page, no folder and no trace"),
+        ("nowhere.npy", "TRACE must exist, got 'nowhere.npy'; record it with padded-dispatch "),
         ("broken.npy", "broken.npy: must be a trace, got "),
         ("good.npy --from-step 20", "--from-step must be from 0 to the last, 19, got 20"),
         ("good.npy --from-step -1", "--from-step must be from 0 to the last, 19, got -1"),
@@ -88,7 +94,27 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, fl
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONWARNINGS", "")
     (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY nothing more")
-    save(TRACE, tmp_path / "good.npy")
+    for name in ("good.npy", "trace"):
+        save(TRACE, tmp_path / name)
+    before = (tmp_path / "good.npy").read_bytes()
     assert cli.main(["tune", *flags.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"padded-dispatch tune: {message}")
+    assert (tmp_path / "good.npy").read_bytes() == (tmp_path / "trace").read_bytes() == before
+
+
+def test_the_page_is_written_although_the_reader_of_the_text_has_gone(tmp_path):
+    save(TRACE, tmp_path / "trace.npy")
+    command = [sys.executable, "-m", "padded_dispatch.cli", "tune"]
+    for flags in ["trace.npy"], ["--help"]:
+        with subprocess.Popen(
+            [*command, *flags],
+            cwd=tmp_path,
+            env=ENVIRONMENT | {"PYTHONUNBUFFERED": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            assert process.stdout is not None and process.stderr is not None
+            process.stdout.close()
+            assert (process.wait(60), process.stderr.read()) == (0, b"")
+    assert (tmp_path / "tune.html").read_text().endswith("</html>\n")

@@ -162,7 +162,7 @@ def test_a_signal_ends_all_processes(tmp_path, where, number):
 
 
 def test_a_reader_that_has_gone_ends_no_work():
-    code = "from padded_dispatch.utils.launch import show\nfor _ in range(9): show('line')"
+    code = "from padded_dispatch.utils.logs import show\nfor _ in range(9): show('line')"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
