@@ -50,6 +50,7 @@ from padded_dispatch.train.model import (
 from padded_dispatch.train.settings import Layout, Settings
 from padded_dispatch.utils.logs import show
 
+_ENDS = signal.SIGTERM, signal.SIGINT  # Ctrl-C reaches a worker under torchrun only.
 _EVALUATION_PASSES = 32  # most passes per rank, before rounding up to a multiple of `pp`
 
 
@@ -172,8 +173,8 @@ def train(settings: Settings, device: torch.device) -> Outcome:
             show(", ".join(f"{name}: {value}" for name, value in chosen.items()))
         with ExitStack() as cleanup:
             if dist.get_rank() == 0:
-                previous = signal.signal(signal.SIGTERM, _stop)
-                cleanup.callback(signal.signal, signal.SIGTERM, previous)
+                for ends in _ENDS:
+                    cleanup.callback(signal.signal, ends, signal.signal(ends, _stop))
             # Write also the figures of a run that ends early.
             pool = chosen.get("capacity_pool")
             cleanup.callback(meter.write, outcome.rows, outcome.evaluations, pool)
@@ -185,7 +186,8 @@ def train(settings: Settings, device: torch.device) -> Outcome:
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # A second one must not stop the writing.
+    for ends in _ENDS:
+        signal.signal(ends, signal.SIG_IGN)  # A second one must not stop the writing.
     raise SystemExit(128 + number)
 
 

@@ -86,19 +86,21 @@ def test_processes_that_die_after_the_last_run_are_a_failure(monkeypatch, capsys
     assert capsys.readouterr().err == line
 
 
-def test_a_run_that_is_stopped_leaves_what_it_had(tmp_path, capfd):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_stopped_leaves_what_it_had(tmp_path, capfd, number):
     path, whole = tmp_path / "results.json", Trainer.step
 
-    def step(trainer: Trainer, number: int) -> Step:
-        if number == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return whole(trainer, number)
+    def step(trainer: Trainer, at: int) -> Step:
+        if at == 4:
+            os.kill(os.getpid(), number)
+        return whole(trainer, at)
 
-    handler = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(number)
     flags = f"{SMALL} --steps 9 --log-every 2 --eval-every 2 --out {path} --vs"
-    with only_worker(), patch.object(Trainer, "step", step), pytest.raises(SystemExit, match="143"):
+    ends = pytest.raises(SystemExit, match=str(128 + number))
+    with only_worker(), patch.object(Trainer, "step", step), ends:
         compare(flags)
-    assert signal.getsignal(signal.SIGTERM) is handler
+    assert signal.getsignal(number) is handler
     ((row,),) = (run["rows"] for run in json.loads(path.read_text())["runs"])
     assert row["ended_early"] and (row["step"], row["held_out"]["step"]) == ([1, 2], [2])
     assert len(row["loss"]) == 2 and len(row["samples_ms"]) == 1 and row["pool"] == "store"
