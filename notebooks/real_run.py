@@ -177,7 +177,7 @@ def row_of(log: str) -> dict[str, Any]:
     """Return the figures of Megatron's lines of steps that are kept."""
     figures: dict[str, list[float]] = {}
     for line in re.findall(r"iteration +\d+/.*", log):
-        for name, number in re.findall(r"\| ([^|]+?): +([-+.\dE]+|NAN|INF)", line):
+        for name, number in re.findall(r"\| ([^|]+?): +(-?INF|NAN|[-+.\dE]+)", line):
             figures.setdefault(name, []).append(float(number))
     ms = figures.get("elapsed time per iteration (ms)", [])
     row: dict[str, Any] = {"iterations": len(ms), "ms": ms, "loss": figures.get("lm loss", [])}
@@ -210,8 +210,13 @@ def main(argv: list[str] | None = None) -> None:
     require_results("--out", given.out)
     folder, megatron_lm = given.folder.absolute(), given.megatron_lm.absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    if not (megatron_lm / "pretrain_gpt.py").exists():
+        parser.error(f"--megatron-lm must hold pretrain_gpt.py, got {megatron_lm}")
     if not (folder / "text.idx").exists():
-        write_text(folder / "text", given.text or Path(torch.__file__).parent)
+        sources = given.text or Path(torch.__file__).parent
+        if not any(sources.rglob("*.py")):
+            parser.error(f"--text must be a folder with Python files, got {sources}")
+        write_text(folder / "text", sources)
     elif given.text:
         parser.error(f"--text must be left out, got {given.text}; {folder} has a text already")
     if find_spec(FUSED_MODULE) is None:

@@ -114,8 +114,25 @@ def test_adam_in_parts_steps_every_parameter_once(monkeypatch):
 
 def test_losses_that_are_no_numbers_keep_their_steps():
     lines = [LINE.format(step=step, ms=1.0, ours="") for step in (1, 2, 3)]
-    lines[1] = lines[1].replace("1.25E+00", "NAN")
-    assert str(real_run.row_of("\n".join(lines))["loss"]) == "[1.25, nan, 1.25]"
+    lines[1:] = [
+        line.replace("1.25E+00", word)
+        for line, word in zip(lines[1:], ("NAN", "-INF"), strict=True)
+    ]
+    assert str(real_run.row_of("\n".join(lines))["loss"]) == "[1.25, nan, -inf]"
+
+
+def test_a_wrong_path_leaves_neither_rows_nor_an_empty_text(tmp_path, capsys):
+    """A text stays in the folder, and a later run takes it."""
+    paths = ["--out", f"{tmp_path}/out.json", "--folder", f"{tmp_path}/run"]
+    with pytest.raises(SystemExit):
+        real_run.main(["--megatron-lm", str(tmp_path), *paths])
+    assert f"--megatron-lm must hold pretrain_gpt.py, got {tmp_path}" in capsys.readouterr().err
+    (tmp_path / "pretrain_gpt.py").touch()
+    with pytest.raises(SystemExit):
+        nowhere = ["--text", f"{tmp_path}/nowhere", "--models", "gpt-oss-20b", "--only", "ours"]
+        real_run.main(["--megatron-lm", str(tmp_path), *paths, *nowhere])
+    assert "--text must be a folder with Python files, got " in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists() and not any((tmp_path / "run").iterdir())
 
 
 def test_text_is_a_token_for_each_word(tmp_path):
