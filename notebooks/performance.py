@@ -38,13 +38,6 @@ def layers(ep: int, *, beside_stock: bool = True) -> Rows:
     return [row for run in wanted for row in run]
 
 
-def table(head: list[str], lines: list[list[str]]) -> Markdown:
-    """Return a table of Markdown."""
-    return Markdown(
-        "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
-    )
-
-
 def show_layers(rows: Rows) -> None:
     """Print the conditions of each run, and its table as `padded-dispatch bench` prints it."""
     since = {"sustained_ms": None, "joules": None}  # Not in the oldest rows.
@@ -116,7 +109,7 @@ def real_table() -> Markdown:
             cells = [model, str(gpus), contender, ms, spread, gib, *lost]
             lines.append([*cells, readme_figures.commits([row])])
     head = ["model", "GPUs", "", "ms", "least, most", "GiB", "dropped", "again", "commit"]
-    return table(head, lines)
+    return Markdown(report.markdown(head, lines))
 
 
 def rivals() -> Markdown:
@@ -133,4 +126,4 @@ def rivals() -> Markdown:
         [*map(str, case), *(of_case.get(name, "") for name in names)]
         for case, of_case in cells.items()
     ]
-    return table(["model", "EP", "routing", "tokens", *names], lines)
+    return Markdown(report.markdown(["model", "EP", "routing", "tokens", *names], lines))

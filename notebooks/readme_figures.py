@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from padded_dispatch.bench.report import README_CONDITIONS, readme_table
+from padded_dispatch.bench.report import README_CONDITIONS, markdown, readme_table
 from padded_dispatch.utils.results import kernels
 
 ROOT = Path(__file__).parents[1]
@@ -118,14 +118,13 @@ def runs_in(name: str) -> list[dict[str, Any]]:
 def real_table() -> str:
     """Return the table of real runs in Markdown; of dropless ones the faster, with graphs."""
     runs, names = real_runs(), [name for name in LOOKS if name != DROPLESS]
-    titles = " | ".join(names).replace(PARTIAL, f"{DROPLESS}, partial graphs")
-    head = f"| ms a step; loss; GiB | {titles} | commit |"
-    lines = [head, "|---" * (2 + len(names)) + "|"]
+    titles = [f"{DROPLESS}, partial graphs" if name == PARTIAL else name for name in names]
+    lines = []
     for key, title in SHOWN.items():
         rows = {name: runs[key][name] for name in LOOKS if name in runs[key]}
         cells = [_figures_of(rows[name]) if name in rows else "" for name in names]
-        lines.append(f"| {title} | {' | '.join(cells)} | {commits(rows.values())} |")
-    return "\n".join(lines)
+        lines.append([title, *cells, commits(rows.values())])
+    return markdown(["ms a step; loss; GiB", *titles, "commit"], lines)
 
 
 def _figures_of(row: dict[str, Any]) -> str:

@@ -177,18 +177,20 @@ def readme_table(rows: list[dict[str, Any]]) -> str | None:
         for row in rows
         if same.items() <= row.items() and row["error"] is None and _fp8(row) is None
     }
-    contenders = [CONTENDERS[key] for key in flags["contenders"]]
-    lines = [
-        f"| milliseconds, forward and backward | {' | '.join(_README_COLUMNS)} |",
-        "|---" * (len(_README_COLUMNS) + 1) + "|",
-    ]
+    contenders, lines = [CONTENDERS[key] for key in flags["contenders"]], []
     cases = product(flags["models"], flags["main_grad"])
     for name, case in zip(_README_LINES, cases, strict=True):
         cells = [ms.get((*case, one.name, one.variant, one.graph)) for one in contenders]
         if None in cells:
             return None
-        lines.append(f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |")
-    return "\n".join(lines)
+        lines.append([name, *(f"{cell:.2f}" for cell in cells)])
+    return markdown(["milliseconds, forward and backward", *_README_COLUMNS], lines)
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    """Return a table in Markdown."""
+    rows = [f"| {' | '.join(line)} |" for line in (head, *lines)]
+    return "\n".join([rows[0], "|---" * len(head) + "|", *rows[1:]])
 
 
 def differences(about: dict[str, Any]) -> str:
