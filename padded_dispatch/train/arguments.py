@@ -100,19 +100,11 @@ def _layout_defaults(preset: Preset, flags: dict[str, Any]) -> dict[str, Any]:
     # Under torchrun the processes exist already, and some may be on other machines.
     started = int(os.environ.get("WORLD_SIZE", 0))
     workers = flags.get("workers", started or (num_gpus if device == "cuda" else 2))
-    require(
-        started in (0, workers),
-        "--workers",
-        workers,
-        f"be {started}, the processes that torchrun started",
-        "leave it out",
-    )
-    require(
-        started or device == "cpu" or workers <= num_gpus,
-        "--workers",
-        workers,
-        f"be at most {num_gpus}, the GPUs that PyTorch sees",
-    )
+    rule = f"be {started}, the processes that torchrun started"
+    require(started in (0, workers), "--workers", workers, rule, "leave it out")
+    rule = f"be at most {num_gpus}, the GPUs that PyTorch sees"
+    fits = started or device == "cpu" or workers <= num_gpus
+    require(fits, "--workers", workers, rule)
     most = max(1, workers // (flags.get("etp", 1) * flags.get("pp", 1)))
     ep = math.gcd(most, preset.model.num_experts)
     return {"device": device, "workers": workers, "ep": ep}

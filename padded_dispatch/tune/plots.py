@@ -5,13 +5,13 @@ or width as well. Matplotlib is imported when a figure is drawn: it comes with t
 """
 
 import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from padded_dispatch.tune.recommend import Study, percent
+from padded_dispatch.tune.replay import Replay
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,15 +40,18 @@ REMEDY = "run pip install 'matplotlib>=3.9,<4'"
 
 def figures(study: Study) -> dict[str, "Figure"]:
     """Draw all figures, by name."""
-    with _style():
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
         return {"dropped": dropped(study), "need": need(study)}
 
 
 def svg(figure: "Figure") -> str:
     """Return the figure as an `<svg>` element without a prolog, for HTML."""
-    text = io.StringIO()
-    with _style():
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    import matplotlib
+
+    text, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context(_STYLE):
         figure.savefig(text, format="svg", metadata=nothing)
     return text.getvalue()[text.getvalue().index("<svg") :]
 
@@ -57,19 +60,22 @@ def dropped(study: Study) -> "Figure":
     """Draw the share of rows without room by factor: each layer, all, other pools, in balance."""
     figure, axes = _figure(4.2)
     replay, drop = study.chosen.replay, study.chosen.drop
+
+    def draw(drawn: Replay, shares: Any, **look: Any) -> None:
+        axes.plot(drawn.factors, np.where(shares >= _LEAST, shares, np.nan), **look)
+
     shares_by_layer = replay.layer_shares.T
     for i, shares in enumerate(shares_by_layer if len(shares_by_layer) > 1 else ()):
         label = "each layer" if i == 0 else None
-        axes.plot(replay.factors, _visible(shares), color=BLUE, alpha=0.35, lw=1, label=label)
+        draw(replay, shares, color=BLUE, alpha=0.35, lw=1, label=label)
     label = f"all rows, pool {study.pool}"
-    shares = _visible(replay.dropped_share)
-    axes.plot(replay.factors, shares, color=BLACK, lw=2.2, marker="o", ms=3.5, label=label)
+    draw(replay, replay.dropped_share, color=BLACK, lw=2.2, marker="o", ms=3.5, label=label)
     for other in (answer.replay for answer in study.answers if answer is not study.chosen):
         label = f"all rows, pool {other.pool}"
-        axes.plot(other.factors, _visible(other.dropped_share), color=GREY, lw=1.8, label=label)
+        draw(other, other.dropped_share, color=GREY, lw=1.8, label=label)
     if study.pool == "expert":
-        balanced, label = _visible(replay.balanced), "perfectly balanced router"
-        axes.plot(replay.factors, balanced, color=GREEN, lw=1.8, ls="--", label=label)
+        label, balanced = "perfectly balanced router", np.array(replay.balanced)
+        draw(replay, balanced, color=GREEN, lw=1.8, ls="--", label=label)
     if drop:
         axes.axhline(drop, color=GREY, lw=1, ls=":", label=f"at most: {percent(drop)}")
     _mark(axes.axvline, study)
@@ -98,11 +104,6 @@ def need(study: Study) -> "Figure":
     return figure
 
 
-def _visible(shares: Any) -> Any:
-    """Return shares for a logarithmic axis, NaN (not drawn) where below it."""
-    return np.where(np.asarray(shares) >= _LEAST, shares, np.nan)
-
-
 def _mark(line: Callable[..., Any], study: Study) -> None:
     factor = study.chosen.overall.factor
     line(factor, color=ORANGE, lw=2, zorder=1.5, label=f"recommended: {factor:g}")
@@ -113,11 +114,3 @@ def _figure(height: float) -> tuple["Figure", Any]:
 
     figure = Figure(figsize=(8.4, height), layout="constrained", dpi=144)
     return figure, figure.subplots()
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    import matplotlib
-
-    with matplotlib.rc_context(_STYLE):
-        yield
