@@ -1,5 +1,6 @@
 """The command from its flags to the page that it writes, and its mistakes."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -105,16 +106,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, fl
 
 def test_the_page_is_written_although_the_reader_of_the_text_has_gone(tmp_path):
     save(TRACE, tmp_path / "trace.npy")
-    command = [sys.executable, "-m", "padded_dispatch.cli", "tune"]
-    for flags in ["trace.npy"], ["--help"]:
-        with subprocess.Popen(
-            [*command, *flags],
-            cwd=tmp_path,
-            env=ENVIRONMENT | {"PYTHONUNBUFFERED": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        ) as process:
-            assert process.stdout is not None and process.stderr is not None
-            process.stdout.close()
-            assert (process.wait(60), process.stderr.read()) == (0, b"")
+    command, buffered = (
+        [sys.executable, "-m", "padded_dispatch.cli", "tune"],
+        {"PYTHONUNBUFFERED": ""},
+    )
+    reader, pipe = os.pipe()
+    os.close(reader)
+    how = {
+        "cwd": tmp_path,
+        "env": ENVIRONMENT | buffered,
+        "stdout": pipe,
+        "stderr": subprocess.PIPE,
+    }
+    for flags in ("trace.npy", "--help"):
+        done = subprocess.run([*command, flags], **how)
+        assert (done.returncode, done.stderr) == (0, b"")
+    os.close(pipe)
     assert (tmp_path / "tune.html").read_text().endswith("</html>\n")
