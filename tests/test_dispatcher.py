@@ -221,8 +221,7 @@ def test_a_map_of_numbers_is_refused(dtype):
 
 def with_frozen(case: Case, frozen: tuple[str, ...], pool: str) -> dict[str, Tensor | None]:
     model, rank = Model(case, pool), OneRank(case)
-    leaves = {"tokens_TD": rank.tokens_TD, "probs_TE": rank.probs_YTE[0]}
-    leaves |= {name: getattr(rank.weights_Y[0], name) for name in case.layers[0].weights}
+    leaves = rank.leaves()
     for name in frozen:
         leaves[name].requires_grad_(False)
     model.forward(rank).sum().backward()
@@ -234,11 +233,11 @@ def with_frozen(case: Case, frozen: tuple[str, ...], pool: str) -> dict[str, Ten
 @pytest.mark.parametrize(
     "frozen",
     [
-        ("tokens_TD",),
-        ("probs_TE",),
-        ("fc1_LGD", "fc2_LDF"),
-        ("tokens_TD", "probs_TE", "fc1_LGD", "fc1_bias_LG"),
-        ("probs_TE", "fc1_LGD", "fc2_LDF", "fc1_bias_LG", "fc2_bias_LD"),
+        ("tokens",),
+        ("probs 0",),
+        ("fc1_LGD 0", "fc2_LDF 0"),
+        ("tokens", "probs 0", "fc1_LGD 0", "fc1_bias_LG 0"),
+        ("probs 0", "fc1_LGD 0", "fc2_LDF 0", "fc1_bias_LG 0", "fc2_bias_LD 0"),
     ],
     ids=str,
 )
@@ -253,13 +252,12 @@ def test_what_is_frozen_changes_no_other_gradient(pool, frozen):
                 assert torch.equal(found[name], gradient), name
 
 
-def in_dtypes(case: Case, dtype: torch.dtype, probs_dtype: torch.dtype, pool: str) -> list[Tensor]:
+def in_dtypes(case: Case, dtype: torch.dtype, probs_dtype: torch.dtype) -> Found:
     rank = OneRank(case, dtype, probs_dtype)
-    found = rank.found(Model(case, pool).layer(rank, 0, rank.tokens_TD))
-    grads = *found.grad_weights_Y[0].values(), found.grad_probs_YTE[0]
-    values = [found.out_TD, found.grad_tokens_TD, *grads]
-    assert [one.dtype for one in values] == [dtype] * (len(values) - 1) + [probs_dtype]
-    return values
+    found = rank.found(Model(case, "store").layer(rank, 0, rank.tokens_TD))
+    for name, value in found.items():
+        assert value.dtype == (probs_dtype if name == "probs 0" else dtype)
+    return found
 
 
 @pytest.mark.parametrize("probs_dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -270,10 +268,9 @@ def test_dtypes_stay_and_are_as_exact_as_they_can_be(dtype, probs_dtype, num_ran
     config = config_of("store", num_ranks, etp_size, capacity_factor=NO_DROP)
     case = make_case(config, ["thin"], hidden=16, ffn=16)
     given = [(dtype, probs_dtype), (torch.float64, torch.float64)]
-    found, exact = (on_all_ranks(config, in_dtypes, case, *one, "store") for one in given)
-    # The gradient of a probability has its own dtype.
+    found, exact = (on_all_ranks(config, in_dtypes, case, *one) for one in given)
     for of_rank, exact_of_rank in zip(found, exact, strict=True):
-        for i, (value, wanted) in enumerate(zip(of_rank, exact_of_rank, strict=True)):
-            error = (value.double() - wanted).abs().max()
-            eps = max(torch.finfo(dtype).eps, torch.finfo(value.dtype).eps)
-            assert error <= 8 * eps * wanted.abs().max(), i
+        for name, wanted in exact_of_rank.items():
+            error = (of_rank[name].double() - wanted).abs().max()
+            eps = max(torch.finfo(dtype).eps, torch.finfo(of_rank[name].dtype).eps)
+            assert error <= 8 * eps * wanted.abs().max(), name

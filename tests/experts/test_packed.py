@@ -88,37 +88,33 @@ class Model:
         sizes: Any = {"num_tokens": case.tokens, "hidden": WIDTH, "ffn": FFN}
         how = {"activation": case.activation, "biased": case.biased}
         drawn = make_case(case.config, case.routings, **sizes, **how)
-        rank = OneRank(drawn, dtype)
+        self.rank = rank = OneRank(drawn, dtype)
         self.tokens_TD, self.grad_TD = rank.tokens_TD, rank.grad_TD
         self.maps_YTE, self.probs_YTE = rank.maps_YTE, rank.probs_YTE
-        self.names, self.weights = [*drawn.layers[0].weights], []
-        for of_layer in rank.weights_Y:
+        self.weights: list[ExpertWeights] = []
+        for weights in rank.weights_Y:
             self.store.add(lambda: case.config)
-            given: dict[str, Any] = {name: getattr(of_layer, name) for name in self.names}
-            given["fc1_LGD"].requires_grad_(not case.frozen)
-            for linear, suffix in (("fc1", "LGD"), ("fc2", "LDF")):
-                if case.sums:
-                    ones = torch.ones_like(given[f"{linear}_{suffix}"], requires_grad=False)
-                    spare = torch.empty_like(ones)
-                    zeroed = torch.zeros(2, dtype=torch.int32)
-                    given[f"{linear}_sums"] = Sums(sums_LOI=ones, spare_LOI=spare, zeroed=zeroed)
+            weights.fc1_LGD.requires_grad_(not case.frozen)
+            leaves, more = (weights.fc1_LGD.detach(), weights.fc2_LDF.detach()), {}
+            if case.sums:
+                more = {"fc1_sums": sums_of_ones(leaves[0]), "fc2_sums": sums_of_ones(leaves[1])}
             if case.scaled:
-                leaves = given["fc1_LGD"].detach(), given["fc2_LDF"].detach()
-                given["scaled"] = ScaledWeights(*leaves)
-                given["scaled"].refresh(*leaves)
-            self.weights.append(ExpertWeights(**given))
+                more["scaled"] = ScaledWeights(*leaves)
+                more["scaled"].refresh(*leaves)
+            self.weights.append(dataclasses.replace(weights, **more))
 
     def gradients(self) -> dict[str, Tensor]:
-        found = {"tokens": self.tokens_TD.grad}
-        for number, (weights, probs_TE) in enumerate(
-            zip(self.weights, self.probs_YTE, strict=True)
-        ):
-            found[f"probs {number}"] = probs_TE.grad
-            for name in self.names:
-                sums = getattr(weights, f"{name[:3]}_sums") if "bias" not in name else None
-                gradient = getattr(weights, name).grad if sums is None else sums.sums_LOI
-                found[f"{name} {number}"] = gradient
+        found = {name: leaf.grad for name, leaf in self.rank.leaves().items()}
+        for number, weights in enumerate(self.weights):
+            if weights.fc1_sums is not None and weights.fc2_sums is not None:
+                found[f"fc1_LGD {number}"] = weights.fc1_sums.sums_LOI
+                found[f"fc2_LDF {number}"] = weights.fc2_sums.sums_LOI
         return {name: value.detach().double() for name, value in found.items() if value is not None}
+
+
+def sums_of_ones(weight_LOI: Tensor) -> Sums:
+    ones, zeroed = torch.ones_like(weight_LOI), torch.zeros(2, dtype=torch.int32)
+    return Sums(sums_LOI=ones, spare_LOI=torch.empty_like(ones), zeroed=zeroed)
 
 
 def exchange_of(case: Case) -> Any:
@@ -263,7 +259,6 @@ def _trained_beside_a_broken_pass(case: Case, breaks: bool) -> dict[str, Tensor]
     if breaks:
         run(numbers=[2])
     out_TD.backward(model.grad_TD)
-    del model.weights[2:], model.probs_YTE[2:]
     return model.gradients()
 
 
@@ -366,7 +361,6 @@ def test_backward_passes_in_the_order_of_forward_passes(experts: Any):
     case, found = Case(routings=("full", "hot"), factor=2.0), []
     for in_order in (False, True):
         model, exchange, outs = Model(case, torch.float32), exchange_of(case), []
-        first_TD = model.tokens_TD
         with poisoned_memory():
             for number in range(2):
                 outs.append(forward(model, experts.run, exchange, numbers=[number]))
@@ -375,7 +369,6 @@ def test_backward_passes_in_the_order_of_forward_passes(experts: Any):
                 out_TD.backward(model.grad_TD)
         assert stacks_are_empty(model.store) != in_order
         assert [stack.last for stack in model.store._stacks] == [-1]  # The next pass begins at 0.
-        model.tokens_TD = first_TD
         found.append(model.gradients())
     assert differences(*found) == []
 

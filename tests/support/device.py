@@ -53,12 +53,10 @@ def equal(*pairs: tuple[Tensor, Tensor]) -> None:
         assert torch.equal(got.cpu(), expected.cpu())
 
 
-def segments_of(
-    counts: list[int], *, base: int = 0, num_sources: int = 1, spare: int = 5
-) -> Segments:
+def segments_of(counts: list[int], *, base: int = 0, num_sources: int = 1) -> Segments:
     """Return where `counts` rows lie from `base` on, drawn to come from these sources.
 
-    There is room for `spare` more rows.
+    There is room for 5 more rows.
     """
     generator = torch.Generator().manual_seed(sum(counts) + num_sources)
     count_LS = torch.zeros(len(counts), num_sources, dtype=torch.int32)
@@ -71,7 +69,7 @@ def segments_of(
         offsets=here(offsets.int()),
         num_experts=len(counts),
         num_sources=num_sources,
-        num_rows=sum(counts) + spare,
+        num_rows=sum(counts) + 5,
         num_expected=sum(counts),
     )
 

@@ -10,7 +10,7 @@ Letters: T tokens, D hidden size, K experts per token, L experts of a rank, M ro
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -59,17 +59,14 @@ class Inputs:
     tokens_TD: Tensor
     grad_TD: Tensor
     prob_TK: Tensor
-    expert_TK: Tensor
-    place_TK: Tensor
-    kept_E: Tensor
-
-    def plan(self) -> Plan:
-        maps = {"expert_TK": self.expert_TK, "place_TK": self.place_TK}
-        return Plan(**maps, kept_E=self.kept_E)
+    plan: Plan
 
     def copy_from(self, other: "Inputs") -> None:
-        for mine, value in zip(vars(self).values(), vars(other).values(), strict=True):
+        for mine, value in zip(self._tensors(), other._tensors(), strict=True):
             mine.copy_(value)
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.tokens_TD, self.grad_TD, self.prob_TK, *vars(self.plan).values()]
 
 
 ROUTINGS = ("uniform", "lognormal-1.0", "hot", "same", "idle rank", "idle source", "none")
@@ -90,9 +87,7 @@ def make_inputs(layer: Layer, routing: str, seed: int, device: torch.device) -> 
         tokens_TD=whole(-3, 4, layer.tokens, layer.width).to(layer.dtype),
         grad_TD=whole(-3, 4, layer.tokens, layer.width).to(layer.dtype),
         prob_TK=whole(1, 4, layer.tokens, layer.top_k),
-        expert_TK=plan.expert_TK.to(device),
-        place_TK=plan.place_TK.to(device),
-        kept_E=plan.kept_E.to(device),
+        plan=Plan(**{name: tensor.to(device) for name, tensor in vars(plan).items()}),
     )
 
 
@@ -119,7 +114,7 @@ class Forward:
 
 def forward(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Forward:
     """Send tokens to experts, and their outputs home."""
-    wire = exchange.start(inputs.plan(), inputs.tokens_TD, layer.slots or layer.tokens)
+    wire = exchange.start(inputs.plan, inputs.tokens_TD, layer.slots or layer.tokens)
     arrived: Arrived = wire.open(inputs.tokens_TD, inputs.prob_TK)
     num_local, like = layer.local_experts, inputs.tokens_TD
     sizes = len(arrived.expert_SPK), layer.tokens, layer.slots or layer.tokens
@@ -170,10 +165,14 @@ def _segments(layer: Layer, arrived: Arrived) -> Segments:
     ends = arrived.count_SL.T.clamp(max=layer.level).flatten().cumsum(0)
     offsets = (functional.pad(ends, (1, 0)) + BASE).int()
     num_rows = num_sources * num_slots * min(top_k, num_local)
-    sizes = {"num_experts": num_local, "num_sources": num_sources}
-    sizes |= {"num_rows": num_rows, "num_expected": num_rows}
-    untiled = Segments(offsets=offsets, tiles=None, **sizes)
-    return Segments(offsets=offsets, tiles=gemm.row_tiles(untiled), **sizes)
+    segments = Segments(
+        offsets=offsets,
+        num_experts=num_local,
+        num_sources=num_sources,
+        num_rows=num_rows,
+        num_expected=num_rows,
+    )
+    return replace(segments, tiles=gemm.row_tiles(segments))
 
 
 def step(exchange: DirectStores, layer: Layer, inputs: Inputs) -> dict[str, Tensor]:
@@ -181,8 +180,8 @@ def step(exchange: DirectStores, layer: Layer, inputs: Inputs) -> dict[str, Tens
 
 
 def expected(layer: Layer, inputs: Inputs) -> dict[str, Tensor]:
-    expert_TK = inputs.expert_TK
-    kept_TK = (expert_TK >= 0) & (inputs.place_TK < layer.level)
+    expert_TK = inputs.plan.expert_TK
+    kept_TK = (expert_TK >= 0) & (inputs.plan.place_TK < layer.level)
     scale_TK = _scale(expert_TK) * kept_TK
     beside_TK = torch.where(kept_TK, inputs.prob_TK, 0)
     bias_TD = (_bias(expert_TK, layer.width) * beside_TK[..., None]).sum(1)

@@ -31,26 +31,8 @@ from numpy.typing import NDArray
 Arrays = dict[str, NDArray]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """The fields of `padded_dispatch.routing.Selection`, for one source."""
-
-    kept_TE: NDArray
-    probs_TE: NDArray
-    demand_E: NDArray
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The fields of `padded_dispatch.routing.Plan`, for one source."""
-
-    expert_TK: NDArray
-    place_TK: NDArray
-    kept_E: NDArray
-
-
-def select(map_TE: NDArray, probs_TE: NDArray, *, capacity: int, policy: str) -> Selection:
-    """Keep at most C rows of each expert: the first ones in the policy's order."""
+def select(map_TE: NDArray, probs_TE: NDArray, *, capacity: int, policy: str) -> NDArray:
+    """Return the map of at most C rows of each expert: the first ones in the policy's order."""
     kept_TE = np.zeros_like(map_TE)
     for e in range(map_TE.shape[1]):
         rows = [
@@ -58,11 +40,7 @@ def select(map_TE: NDArray, probs_TE: NDArray, *, capacity: int, policy: str) ->
         ]
         for _, t in sorted(rows)[:capacity]:
             kept_TE[t, e] = True
-    return Selection(
-        kept_TE=kept_TE,
-        probs_TE=np.where(kept_TE, probs_TE, np.zeros_like(probs_TE)),
-        demand_E=map_TE.sum(0, dtype=np.int32),
-    )
+    return kept_TE
 
 
 def strike(
@@ -83,8 +61,11 @@ def strike(
     return kept_TE
 
 
-def plan(map_TE: NDArray, *, top_k: int) -> Plan:
-    """Number the rows of each expert by token; a token has at most K rows, of its first experts."""
+def plan(map_TE: NDArray, *, top_k: int) -> Arrays:
+    """Number the rows of each expert by token; a token has at most K rows, of its first experts.
+
+    The names are those of `padded_dispatch.routing.Plan`.
+    """
     num_tokens, num_experts = map_TE.shape
     expert_TK = np.full((num_tokens, top_k), -1, np.int32)
     place_TK = np.full((num_tokens, top_k), -1, np.int32)
@@ -93,7 +74,7 @@ def plan(map_TE: NDArray, *, top_k: int) -> Plan:
         for k, e in enumerate(np.flatnonzero(map_TE[t])[:top_k]):
             expert_TK[t, k], place_TK[t, k] = e, kept_E[e]
             kept_E[e] += 1
-    return Plan(expert_TK=expert_TK, place_TK=place_TK, kept_E=kept_E)
+    return {"expert_TK": expert_TK, "place_TK": place_TK, "kept_E": kept_E}
 
 
 def water_level(count_SL: NDArray, space: int) -> float:
@@ -104,11 +85,6 @@ def water_level(count_SL: NDArray, space: int) -> float:
     while np.minimum(count_SL, w + 1).sum() <= space:
         w += 1
     return w
-
-
-def places(map_TE: NDArray) -> NDArray:
-    """Return the place of every row of the map; other elements mean nothing."""
-    return map_TE.cumsum(0) - 1
 
 
 @dataclass
@@ -145,9 +121,9 @@ class Store:
 
 def found_room(map_STE: NDArray, levels_R: Sequence[float]) -> NDArray:
     """Return the rows of the maps that are below the level of their expert's rank."""
-    width = map_STE.shape[2] // len(levels_R)
-    levels_E = np.repeat(levels_R, width)
-    return np.stack([map_TE & (places(map_TE) < levels_E) for map_TE in map_STE])
+    levels_E = np.repeat(levels_R, map_STE.shape[2] // len(levels_R))
+    place_STE = map_STE.cumsum(1) - 1
+    return map_STE & (place_STE < levels_E)
 
 
 def counts(map_STE: NDArray, rank: int, num_ranks: int) -> NDArray:
@@ -250,15 +226,6 @@ def _curve(function: str, x: NDArray) -> tuple[NDArray, NDArray]:
     return x * sigmoid, sigmoid * (1 + scale * x * (1 - sigmoid))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cells:
-    """What the experts of one rank read in padded cells, 0 in padded rows, whose source is -1."""
-
-    rows_LSCD: NDArray
-    probs_LSC: NDArray
-    source_LSC: NDArray
-
-
 def cells(
     tokens_STD: NDArray,
     probs_STE: NDArray,
@@ -267,20 +234,21 @@ def cells(
     capacity: int,
     rank: int,
     num_ranks: int,
-) -> Cells:
-    """Lay out the rows for the experts of a rank, each source's by token."""
+) -> tuple[NDArray, NDArray, NDArray]:
+    """Return what the experts of a rank read in padded cells, each source's rows by token.
+
+    Rows [L, S, C, D] and probabilities [L, S, C] are 0 in padded rows; a map [L, S, C] is True in
+    real ones.
+    """
     num_sources, _, num_experts = rows_STE.shape
     local = num_experts // num_ranks
     shape = local, num_sources, capacity
-    found = Cells(
-        rows_LSCD=np.zeros((*shape, tokens_STD.shape[2]), tokens_STD.dtype),
-        probs_LSC=np.zeros(shape, probs_STE.dtype),
-        source_LSC=np.full(shape, -1),
-    )
+    rows_LSCD = np.zeros((*shape, tokens_STD.shape[2]), tokens_STD.dtype)
+    probs_LSC, is_real_LSC = np.zeros(shape, probs_STE.dtype), np.zeros(shape, bool)
     for own, source in np.ndindex(local, num_sources):
         e = rank * local + own
         for c, t in enumerate(np.flatnonzero(rows_STE[source, :, e])):
-            found.rows_LSCD[own, source, c] = tokens_STD[source, t]
-            found.probs_LSC[own, source, c] = probs_STE[source, t, e]
-            found.source_LSC[own, source, c] = source
-    return found
+            rows_LSCD[own, source, c] = tokens_STD[source, t]
+            probs_LSC[own, source, c] = probs_STE[source, t, e]
+            is_real_LSC[own, source, c] = True
+    return rows_LSCD, probs_LSC, is_real_LSC

@@ -10,7 +10,6 @@ collective wakes the next one; so ranks may wait for each other in collectives o
 no collective can ever be whole, and a rank raises an error that says who waits where.
 """
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -221,7 +220,7 @@ def grid(num_ranks: int, etp_size: int) -> tuple[Any, Any, int]:
     return groups[i] if num_ranks > 1 else None, etp_groups[r] if etp_size > 1 else None, i
 
 
-@contextlib.contextmanager
+@contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Use deterministic algorithms and fill fresh memory with NaN (or the largest integer)."""
     torch.use_deterministic_algorithms(True)
@@ -263,10 +262,10 @@ def _gather_objects(group: dist.ProcessGroup, value: int) -> list[int]:
 
 
 @contextmanager
-def threads_as_ranks(free_bytes: int = 2**40) -> Iterator[None]:
+def threads_as_ranks() -> Iterator[None]:
     with (
         patch.object(symmetric_memory, "PeerMemory", ThreadMemory),
-        patch.object(symmetric_memory, "_free_bytes", lambda device: free_bytes),
+        patch.object(symmetric_memory, "_free_bytes", lambda device: 2**40),
         patch.object(symmetric_memory, "gather_objects", _gather_objects),
         patch.object(direct, "check_group", lambda group, *, over_nvlink: over_nvlink or group),
         patch.object(ThreadMemory, "num_barriers", {}),

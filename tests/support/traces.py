@@ -39,15 +39,23 @@ def small_trace(
     ids_NTK[random.random(ids_NTK.shape) < 0.25] = -1
     probs_NTK = random.choice(np.float32([0, 0.25, 0.5, 1]), ids_NTK.shape)
     ids_NTK, probs_NTK = ascending(ids_NTK, np.where(ids_NTK < 0, np.float32(0), probs_NTK))
+    return _trace(num_experts, num_ranks, (steps, layers, ranks), ids_NTK, probs_NTK)
+
+
+def _trace(
+    num_experts: int, num_ranks: int, where: Any, ids: np.ndarray, probs: np.ndarray
+) -> Trace:
+    """Return a trace of records with choices [N, T, K] at `where`, their steps, layers and ranks."""
+    _, num_tokens, top_k = ids.shape
+    sizes = {"num_tokens": num_tokens, "top_k": top_k}
+    steps, layers, ranks = where
     return Trace(
-        run=traced_run(
-            num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
-        ),
+        run=traced_run(**sizes, num_experts=num_experts, num_ranks=num_ranks),
         steps=np.array(steps, np.int64),
         layers=np.array(layers, np.int32),
         ranks=np.array(ranks, np.int32),
-        ids_NTK=ids_NTK,
-        probs_NTK=probs_NTK,
+        ids_NTK=ids,
+        probs_NTK=probs,
     )
 
 
@@ -99,13 +107,4 @@ def synthetic_trace(
         scores_TE = popularity_E + random.gumbel(size=(num_tokens, num_experts))
         ids_NTK[n] = np.argpartition(scores_TE, -top_k, axis=1)[:, -top_k:]
     ids_NTK, probs_NTK = ascending(ids_NTK, probs_NTK)
-    return Trace(
-        run=traced_run(
-            num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, num_ranks=num_ranks
-        ),
-        steps=steps.astype(np.int64),
-        layers=(layers + 1).astype(np.int32),
-        ranks=ranks.astype(np.int32),
-        ids_NTK=ids_NTK,
-        probs_NTK=probs_NTK,
-    )
+    return _trace(num_experts, num_ranks, (steps, layers + 1, ranks), ids_NTK, probs_NTK)

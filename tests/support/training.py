@@ -124,10 +124,9 @@ RETRIED = Model(
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A training: a hash of the bits of each tensor by name, of each step; losses; failures."""
+    """A training: a hash of the bits of each tensor by name, of each step; failures."""
 
     steps: list[dict[str, Tensor]]
-    losses: list[float]
     broken: list[str]
 
 
@@ -174,7 +173,7 @@ def train(model: Model) -> Trained:
     if retry is not None and not (model.steps if model.factor == 0.5 else 1) <= retry.num_retried:
         broken.append(f"{retry.num_retried} of {retry.num_steps} steps were repeated")
     training.end()
-    return Trained(steps=steps, losses=training.losses, broken=broken)
+    return Trained(steps=steps, broken=broken)
 
 
 def same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> dict[str, int]:
@@ -215,7 +214,6 @@ def memory_is_flat(model: Model) -> list[str]:
             if number == EAGER_STEPS:
                 training.capture()
             training.step(number)
-            del training.losses[:-1]
             if number >= EAGER_STEPS and number % max(1, model.steps // 10) == 0:
                 taken["allocated"].append(torch.cuda.memory_allocated())
                 taken["reserved"].append(torch.cuda.memory_reserved())
@@ -351,7 +349,6 @@ class Training:
         self.retry = Retry(self.schedule, self.chunks) if retries else None
         self.random = RandomStates()
         self._logged: dict[str, Tensor] = {}
-        self.losses: list[float] = []
 
     def capture(self) -> None:
         if self._helper is not None:
@@ -399,10 +396,7 @@ class Training:
         with outside():
             self.random = RandomStates()
             self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
-            losses = [report["loss"] for report in reports]
-            if losses:
-                self.losses.append(torch.stack(losses).mean().item())
-            results |= {f"the loss of pass {i}": loss.clone() for i, loss in enumerate(losses)}
+            results |= {f"the loss of pass {i}": r["loss"].clone() for i, r in enumerate(reports)}
             results |= {f"logged {name}": tensor for name, tensor in self._logged.items()}
             results |= {
                 f"the gradient of {name}": parameter.main_grad.clone()

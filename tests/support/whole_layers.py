@@ -7,6 +7,7 @@ was given. So an error of any layer reaches all gradients of those before.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from tests.support.reference import Arrays
 from tests.support.routings import maps_of
 from tests.support.threads import grid, poisoned_memory, run_on_threads
 
+# What one source finds, by name: its output, and the gradients of its leaves (`OneRank.leaves`).
+Found = dict[str, Any]
 ROUTINGS = "thin", "full", "hot", "one rank", "idle rank", "idle source", "masked", "none"
 
 
@@ -44,16 +47,6 @@ class Case:
     layers: Sequence[Layer]
     tokens_STD: NDArray
     grad_STD: NDArray
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What one source finds: its output and gradients, those of weights as its experts' shard."""
-
-    out_TD: Any
-    grad_tokens_TD: Any
-    grad_probs_YTE: list[Any]
-    grad_weights_Y: list[dict[str, Any]]
 
 
 def make_case(
@@ -144,7 +137,7 @@ def rows_on_the_wire(case: Case, layer: Layer) -> NDArray:
     for map_TE, probs_TE in zip(layer.map_STE, layer.probs_STE, strict=True):
         capacity = sizes.capacity if cells else len(map_TE)
         given = dict(capacity=capacity, policy=config.policy)
-        kept_TE = reference.select(map_TE, probs_TE, **given).kept_TE
+        kept_TE = reference.select(map_TE, probs_TE, **given)
         wire = dict(num_slots=sizes.slots, num_ranks=config.num_ranks, policy=config.policy)
         rows.append(reference.strike(kept_TE, probs_TE, **wire))
     return np.stack(rows)
@@ -180,15 +173,15 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
         grad, *grads = reference.layer_backward(tokens_STD, *of_layer, grad_STD)
         grad_STD = grad_STD + grad
         backward.insert(0, grads)
-    return [
-        Found(
-            out_TD=given[-1][s],
-            grad_tokens_TD=grad_STD[s],
-            grad_probs_YTE=[probs[s] for probs, _ in backward],
-            grad_weights_Y=[_shard(config, grads, s) for _, grads in backward],
-        )
-        for s in range(config.num_sources)
-    ]
+    found = []
+    for source in range(config.num_sources):
+        of_source = {"out": given[-1][source], "tokens": grad_STD[source]}
+        for y, (probs_STE, grads) in enumerate(backward):
+            of_source[f"probs {y}"] = probs_STE[source]
+            shard = _shard(config, grads, source)
+            of_source |= {f"{name} {y}": grad for name, grad in shard.items()}
+        found.append(of_source)
+    return found
 
 
 def _shard(config: DispatchConfig, weights: Arrays, source: int) -> Arrays:
@@ -222,17 +215,19 @@ class OneRank:
             for layer in case.layers
         ]
 
+    def leaves(self) -> dict[str, Tensor]:
+        """Return tokens, probabilities and weights by name and number of the layer."""
+        leaves = {"tokens": self.tokens_TD}
+        for y, weights in enumerate(self.weights_Y):
+            leaves[f"probs {y}"] = self.probs_YTE[y]
+            for name in self.case.layers[y].weights:
+                leaves[f"{name} {y}"] = getattr(weights, name)
+        return leaves
+
     def found(self, out_TD: Tensor) -> Found:
         out_TD.backward(self.grad_TD)
-        names = self.case.layers[0].weights
-        return Found(
-            out_TD=out_TD.detach(),
-            grad_tokens_TD=self.tokens_TD.grad,
-            grad_probs_YTE=[probs_TE.grad for probs_TE in self.probs_YTE],
-            grad_weights_Y=[
-                {name: getattr(weights, name).grad for name in names} for weights in self.weights_Y
-            ],
-        )
+        grads = {name: leaf.grad for name, leaf in self.leaves().items()}
+        return {"out": out_TD.detach()} | grads
 
 
 def on_all_ranks(config: DispatchConfig, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -246,24 +241,11 @@ def on_all_ranks(config: DispatchConfig, fn: Callable[..., Any], *args: Any) -> 
 def assert_found(results: Sequence[Found], wanted: Sequence[Found]) -> None:
     """Compare all that all ranks found; NaN equals nothing."""
     for source, (result, want) in enumerate(zip(results, wanted, strict=True)):
-        _same(result.out_TD, want.out_TD, f"source {source}: output")
-        _same(result.grad_tokens_TD, want.grad_tokens_TD, f"source {source}: tokens")
-        for y, grad in enumerate(want.grad_probs_YTE):
-            _same(result.grad_probs_YTE[y], grad, f"source {source}: probabilities {y}")
-        for y, grads in enumerate(want.grad_weights_Y):
-            for name, grad in grads.items():
-                _same(result.grad_weights_Y[y][name], grad, f"source {source}: {name} {y}")
-
-
-def _same(found: Tensor | None, wanted: NDArray, what: str) -> None:
-    assert found is not None, what
-    torch.testing.assert_close(
-        found,
-        torch.from_numpy(np.asarray(wanted)),
-        rtol=1e-10,
-        atol=1e-10,
-        msg=lambda text: f"{what}: {text}",
-    )
+        for name, value in want.items():
+            assert result[name] is not None, name
+            what = partial("source {}: {}: {}".format, source, name)
+            exact = torch.from_numpy(np.asarray(value))
+            torch.testing.assert_close(result[name], exact, rtol=1e-10, atol=1e-10, msg=what)
 
 
 class _Poison(torch.autograd.Function):
@@ -300,11 +282,10 @@ def _check_input(case: Case, layer: int, source: int, given: ExpertInput) -> Non
         assert capacity == config.capacity(case.tokens_STD.shape[1])
     where = dict(capacity=capacity, rank=rank, num_ranks=config.num_ranks)
     cells = reference.cells(case.tokens_STD, case.layers[layer].probs_STE, rows_STE, **where)
+    rows_ND, probs_N, is_real_N = (torch.from_numpy(part).flatten(0, 2) for part in cells)
     if layer == 0:
-        rows_ND = torch.from_numpy(cells.rows_LSCD).flatten(0, 2)
         assert torch.equal(given.rows_ND, rows_ND)
-    assert torch.equal(given.probs_N, torch.from_numpy(cells.probs_LSC).flatten())
-    is_real_N = torch.from_numpy(cells.source_LSC >= 0).flatten()
+    assert torch.equal(given.probs_N, probs_N)
     assert not given.rows_ND[~is_real_N].any()
 
 
