@@ -1,7 +1,6 @@
 """The pass of packed experts on CPUs, and the store's rule; `test_dispatcher.py` has the oracle."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,28 +15,18 @@ from tests.support.device import equal, here
 NUMBERS = "idle", "num_again", "max_need"
 
 
-def offsets_of(count: list[list[int]], **room: Any) -> tuple[Any, ...]:
-    count_SL = torch.tensor(count, dtype=torch.int32)
-    room = {"limit": 100, "max_rows": 100, "share": 1} | room
-    found = plain.store_offsets(count_SL, Room(**room))
-    return tuple(tensor.tolist() for tensor in found)
-
-
 def test_a_store_by_hand():
-    """The example of the docstring: 6 rows of 7 overwrite 3 of those before."""
-    top = torch.tensor([4, 4, 7], dtype=torch.int32)
-    found = offsets_of([[3, 1], [2, 0]], top=top, first=False, limit=7)
-    assert found == ([1, 4, 6, 7, 7], [plain.NO_LEVEL], [4, 4])
-    assert top.tolist() == [7, 10, 1]
-    offsets, _, before = (torch.tensor(values, dtype=torch.int32) for values in found)
-    plain.release(top, offsets, before)
-    assert top.tolist() == [4, 4, 1]
-
-
-def test_the_first_pass_clears_what_broke_off():
-    top = torch.tensor([90, 120, 30], dtype=torch.int32)
-    assert offsets_of([[3], [2]], top=top, first=True) == ([0, 3, 5], [plain.NO_LEVEL], [0, 0])
-    assert top.tolist() == [5, 5, 100]
+    """The examples of the docstrings: 6 rows of 7 overwrite 3 of those before."""
+    count_SL, top = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32), torch.tensor([4, 4, 7]).int()
+    room = Room(limit=7, max_rows=7, share=1, top=top, first=False)
+    found, there_top = plain.store_offsets(count_SL, room), here(torch.tensor([4, 4, 7]).int())
+    in_kernel = layout.lay_out(here(count_SL), there_top, first=False, limit=7)
+    assert found[0].tolist() == in_kernel.offsets.tolist() == [1, 4, 6, 7, 7]
+    assert found[1].tolist() == in_kernel.level.tolist() == [plain.NO_LEVEL]
+    assert top.tolist() == there_top.tolist() == [7, 10, 1]
+    plain.release(top, found[0], found[2])
+    layout.release(there_top, in_kernel)
+    assert top.tolist() == there_top.tolist() == [4, 4, 1]
 
 
 def test_rows_are_given_back_in_reverse_order():
@@ -56,7 +45,7 @@ def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
     sources, experts = generator.integers(1, [9, 18])
     rows = int(generator.integers(1, 200))
     store = reference.Store(rows)
-    top = torch.zeros(3, dtype=torch.int32)
+    top = torch.tensor([90, 120, 30], dtype=torch.int32)  # Of a pass that broke off.
     counted = {name: torch.zeros(1, dtype=torch.int64) for name in NUMBERS}
     counted["kept_L"] = torch.zeros(int(experts), dtype=torch.int64)
     there_top, there = here(top.clone()), {name: here(v.clone()) for name, v in counted.items()}

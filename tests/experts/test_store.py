@@ -18,10 +18,10 @@ def config(factor: Any = 1.5, **changes: int) -> DispatchConfig:
     return DispatchConfig(capacity_factor=factor, capacity_pool="store", **sizes)
 
 
-def make_store(*factors: float) -> Store:
+def make_store(*factors: float, **changes: int) -> Store:
     store = Store()
     for number, factor in enumerate(factors):
-        assert store.add(lambda factor=factor: config(factor)) == number
+        assert store.add(lambda factor=factor: config(factor, **changes)) == number
     return store
 
 
@@ -49,17 +49,15 @@ def test_sizes():
 
 
 def test_a_layer_without_a_limit_makes_room_for_others():
-    store = Store()
-    for factor in (1.0, NO_DROP):
-        store.add(lambda factor=factor: config(factor, num_ranks=16, num_experts=32))
+    store = make_store(1.0, NO_DROP, num_ranks=16, num_experts=32)
     rooms = [take(store, number) for number in range(2)]
     assert {(room.limit, room.max_rows) for room in rooms} == {(320, 320)}  # Not 5 * 20.
 
 
 def test_most_rows_of_a_pass_are_five_shares_or_the_store():
-    store, one = Store(), config(1.0, num_ranks=32, num_experts=64)
-    store.add(lambda: one)
-    assert take(store, 0).max_rows == scratch(one, 10, COUNT).limit == 100  # Not 32 * 10 * 2.
+    sizes = {"num_ranks": 32, "num_experts": 64}
+    assert take(make_store(1.0, **sizes), 0).max_rows == 100  # Not 32 * 10 * 2.
+    assert scratch(config(1.0, **sizes), 10, COUNT).limit == 100
 
 
 def test_a_copy_has_stacks_of_its_own():

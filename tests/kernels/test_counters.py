@@ -53,17 +53,14 @@ def test_counts_are_numpys(num_tokens, num_experts, top_k, capacity, run):
 
 
 @BOTH
-def test_what_only_receivers_know_is_not_counted(run):
-    asked_TE, made = here([[True, True], [True, False]]), counters(2)
-    expected = made.totals.cpu() + torch.tensor([2, 1, 0, 0, 0, 2, 1, 0, 1, *NEVER_COUNTED])
-    run(made.totals, made.max_need, asked_TE, None, None, 1, 0)
-    assert made.totals.tolist() == expected.tolist() and made.max_need.item() == 4
-
-
-@BOTH
-def test_count_example(run):
+def test_count_examples(run):
+    """What only receivers know is not counted."""
     asked_TE, kept_TE = here([[True, True], [True, False]]), here([[False, True], [True, False]])
-    made, added = counters(2), [2, 1, 1, 1, 0, 2, 1, 2, 0, *NEVER_COUNTED]
-    expected = made.totals.cpu() + torch.tensor(added)
-    run(made.totals, made.max_need, asked_TE, kept_TE, ints(2, 1), 1, 2)
-    assert made.totals.tolist() == expected.tolist()
+    for given, added in (
+        ((kept_TE, ints(2, 1), 1, 2), [2, 1, 1, 1, 0, 2, 1, 2, 0]),
+        ((None, None, 1, 0), [2, 1, 0, 0, 0, 2, 1, 0, 1]),
+    ):
+        made = counters(2)
+        expected = made.totals.cpu() + torch.tensor([*added, *NEVER_COUNTED])
+        run(made.totals, made.max_need, asked_TE, *given)
+        assert made.totals.tolist() == expected.tolist() and made.max_need.item() == 4

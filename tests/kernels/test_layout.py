@@ -1,4 +1,4 @@
-"""The rule of the store on the device; `tests/experts/test_plain.py` has an example, and more."""
+"""The assertion of `release`; `tests/experts/test_plain.py` has the rest, beside the plain rule."""
 
 import dataclasses
 
@@ -19,13 +19,3 @@ def test_rows_that_were_given_back_fail(monkeypatch: pytest.MonkeyPatch):
     layout.release(top, found)
     with pytest.raises(Exception, match="given back"):
         layout.release(top, found)
-
-
-def test_lay_out_and_release_example():
-    count_SL, top = ints([3, 1], [2, 0]), ints(4, 4, 7)
-    found = layout.lay_out(count_SL, top, first=False, limit=7)
-    assert found.offsets.tolist() == [1, 4, 6, 7, 7] and top.tolist() == [7, 10, 1]
-    layout.release(top, found)
-    assert top.tolist() == [4, 4, 1]
-    found = layout.lay_out(count_SL, None, first=True, limit=5)
-    assert (found.level.item(), found.offsets.tolist()) == (2, [0, 2, 4, 5, 5])

@@ -61,8 +61,8 @@ class WorkerPool:
         """
         if not self._processes:
             self._start()
-            self._run(_begin, self.backend, timeout_s=_START_S)
-        return self._run(fn, *args, timeout_s=timeout_s)
+            self._run(_begin, (self.backend,), _START_S)
+        return self._run(fn, args, timeout_s)
 
     def end(self) -> None:
         for process in self._processes:
@@ -90,23 +90,22 @@ class WorkerPool:
                 self._pipes.append(ours)
                 self._processes.append(process)
 
-    def _run(self, fn: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+    def _run(self, fn: Any, args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         healthy = False
         try:
-            results = self._answers(fn, args, timeout_s)
-            healthy = True
-        except WorkerError as failure:
+            results, errors = self._answers(fn, args, timeout_s)
             ends = ChildProcessError, TimeoutError
-            all_raised = len(failure.errors) == self.num_workers
-            healthy = all_raised and not any(isinstance(e, ends) for e in failure.errors.values())
-            raise
+            raised = [e for e in errors.values() if not isinstance(e, ends)]
+            healthy = not errors or len(raised) == self.num_workers
         finally:
             if not healthy:
                 self.end()
-        return results
+        if errors:
+            raise WorkerError(errors)
+        return [results[rank] for rank in range(self.num_workers)]
 
-    def _answers(self, fn: Any, args: tuple[Any, ...], timeout_s: float) -> list[Any]:
-        """Call `fn(*args)` on every worker; return the results by rank, or raise `WorkerError`."""
+    def _answers(self, fn: Any, args: tuple[Any, ...], timeout_s: float) -> tuple[Any, Any]:
+        """Call `fn(*args)` on every worker; return results and errors, each by rank."""
         request = pickle.dumps((fn, args))
         for pipe in self._pipes:
             with suppress(BrokenPipeError):  # The worker died; its pipe ends below.
@@ -135,9 +134,7 @@ class WorkerPool:
         if not errors:
             late = f"no answer within {timeout_s:g} s"
             errors = {rank: TimeoutError(late) for rank in waiting.values()}
-        if errors:
-            raise WorkerError(errors)
-        return [results[rank] for rank in range(len(self._pipes))]
+        return results, errors
 
 
 @contextmanager

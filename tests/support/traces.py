@@ -45,7 +45,7 @@ def small_trace(
 def _trace(
     num_experts: int, num_ranks: int, where: Any, ids: np.ndarray, probs: np.ndarray
 ) -> Trace:
-    """Return a trace of records with choices [N, T, K] at `where`, their steps, layers and ranks."""
+    """Return a trace of records with choices [N, T, K]; `where`: their steps, layers, ranks."""
     _, num_tokens, top_k = ids.shape
     sizes = {"num_tokens": num_tokens, "top_k": top_k}
     steps, layers, ranks = where

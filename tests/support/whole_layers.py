@@ -205,15 +205,11 @@ class OneRank:
         probs = [layer.probs_STE[self.source] for layer in case.layers]
         self.probs_YTE = [leaf(probs_TE, probs_dtype or dtype) for probs_TE in probs]
         self.maps_YTE = [torch.from_numpy(layer.map_STE[self.source]) for layer in case.layers]
-        self.weights_Y = [
-            ExpertWeights(
-                **{
-                    name: leaf(value)
-                    for name, value in _shard(case.config, layer.weights, self.source).items()
-                }
-            )
-            for layer in case.layers
-        ]
+        self.weights_Y: list[ExpertWeights] = []
+        for layer in case.layers:
+            shard = _shard(case.config, layer.weights, self.source)
+            leaves = {name: leaf(value) for name, value in shard.items()}
+            self.weights_Y.append(ExpertWeights(**leaves))
 
     def leaves(self) -> dict[str, Tensor]:
         """Return tokens, probabilities and weights by name and number of the layer."""
