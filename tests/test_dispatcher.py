@@ -17,9 +17,7 @@ from tests.support.whole_layers import (
     Found,
     Model,
     OneRank,
-    assert_found,
     check,
-    expected,
     make_case,
     on_all_ranks,
     stacks_are_empty,
@@ -90,26 +88,6 @@ def differentiated_twice(case: Case, pool: str) -> None:
 def test_second_derivatives_of_an_exchange_are_refused(pool):
     config = config_of(pool, 2)
     on_all_ranks(config, differentiated_twice, make_case(config, ["full"]), pool)
-
-
-def in_flight(cases: list[Case]) -> list[Found]:
-    """Run the forward passes of all cases, then their backward passes, the first one first."""
-    model = Model(cases[0], "store")
-    ranks = [OneRank(case) for case in cases]
-    outs = [model.forward(rank) for rank in ranks]
-    found = [rank.found(out_TD) for rank, out_TD in zip(ranks, outs, strict=True)]
-    assert stacks_are_empty(model.store)
-    assert len(model.store._stacks) == len(cases)
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_microbatches_in_flight_have_a_stack_each(num_ranks):
-    config = config_of("store", num_ranks)
-    cases = [make_case(config, ["hot", routing], seed=1) for routing in ("full", "thin", "none")]
-    results = on_all_ranks(config, in_flight, cases)
-    for case, found in zip(cases, zip(*results, strict=True), strict=True):
-        assert_found(found, expected(case))
 
 
 def test_sixty_four_ranks_are_the_oracle():

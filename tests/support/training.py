@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -122,14 +123,6 @@ RETRIED = Model(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A training: a hash of the bits of each tensor by name, of each step; failures."""
-
-    steps: list[dict[str, Tensor]]
-    broken: list[str]
-
-
 def ways_agree(model: Model, ways: dict[str, dict[str, Any]]) -> list[str]:
     """Train in each way, a change of the model; return what differs from the first, and failures.
 
@@ -139,11 +132,11 @@ def ways_agree(model: Model, ways: dict[str, dict[str, Any]]) -> list[str]:
     changed = {name: with_changes(model, changes) for name, changes in ways.items()}
     with world(*changed.values()):
         for name, way in changed.items():
-            found = train(way)
-            first = first or found
-            differing = same_bits(first.steps, found.steps)
+            steps, failures = train(way)
+            first = first or steps
+            differing = same_bits(first, steps)
             broken += [f"{name}: {n} differs in {k} steps" for n, k in differing.items()]
-            broken += [f"{name}: {text}" for text in found.broken]
+            broken += [f"{name}: {text}" for text in failures]
             if way.on_gpu:
                 forget_models()  # They would hold memory that the next ones need.
     return broken
@@ -154,8 +147,11 @@ def with_changes(model: Model, changes: dict[str, Any]) -> Model:
     return dataclasses.replace(model, **merged)
 
 
-def train(model: Model) -> Trained:
-    """Train for all steps, inside of `world`; capture after the eager ones."""
+def train(model: Model) -> tuple[list[dict[str, Tensor]], list[str]]:
+    """Train for all steps, inside of `world`; capture after the eager ones.
+
+    Return a hash of the bits of each tensor by name, for each step, and failures.
+    """
     training = Training(model)
     steps = []
     for number in range(model.steps):
@@ -173,7 +169,7 @@ def train(model: Model) -> Trained:
     if retry is not None and not (model.steps if model.factor == 0.5 else 1) <= retry.num_retried:
         broken.append(f"{retry.num_retried} of {retry.num_steps} steps were repeated")
     training.end()
-    return Trained(steps=steps, broken=broken)
+    return steps, broken
 
 
 def same_bits(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> dict[str, int]:
@@ -460,7 +456,7 @@ class Training:
         shared = model.draws and model.tp > 1
         reads = not shared or parallel_state.get_tensor_model_parallel_rank() == 0
         return schedule(
-            forward_step_func=_Shared(model) if shared else forward,
+            forward_step_func=partial(_shared, model) if shared else forward,
             data_iterator=made if reads else None,
             model=self.chunks,
             num_microbatches=model.microbatches,
@@ -543,23 +539,17 @@ def forward(
     return run(**inputs), mean_loss
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """Runs a microbatch that the first tensor-parallel rank reads, as Megatron-LM's scripts do."""
-
-    model: Model
-
-    def __call__(self, batches: Any, chunk: Any) -> tuple[Any, Any]:
-        model = self.model
-        if batches is None:
-            shape = (model.batch, model.seq + 1)
-            ids = torch.empty(shape, dtype=torch.int64, device=model.device)
-        else:
-            (one,) = batches if isinstance(batches, list) else [batches]
-            ids = next(one)["ids"]
-        source = parallel_state.get_tensor_model_parallel_src_rank()
-        dist.broadcast(ids, source, group=parallel_state.get_tensor_model_parallel_group())
-        return forward(iter([{"ids": ids}]), chunk)
+def _shared(model: Model, batches: Any, chunk: Any) -> tuple[Any, Any]:
+    """Run a microbatch that the first tensor-parallel rank reads, as Megatron-LM's scripts do."""
+    if batches is None:
+        shape = (model.batch, model.seq + 1)
+        ids = torch.empty(shape, dtype=torch.int64, device=model.device)
+    else:
+        (one,) = batches if isinstance(batches, list) else [batches]
+        ids = next(one)["ids"]
+    source = parallel_state.get_tensor_model_parallel_src_rank()
+    dist.broadcast(ids, source, group=parallel_state.get_tensor_model_parallel_group())
+    return forward(iter([{"ids": ids}]), chunk)
 
 
 def _config(model: Model, **options: Any) -> Any:
