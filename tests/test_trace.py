@@ -36,7 +36,6 @@ def arrays(**changes) -> dict:
         (dict(num_experts=2**15), r"num_experts must be from 1 to 32767, got 32768"),
         (dict(top_k=5), r"top_k must be from 1 to 4, got 5"),
         (dict(num_tokens=0), "num_tokens must be from 1 to .*, got 0"),
-        (dict(num_ranks=0), "num_ranks must be from 1 to .*, got 0"),
         (dict(fc1_width=0), "fc1_width must be from 1 to .*, got 0"),
         (dict(etp_size=3), "etp_size must divide num_ranks=2, got 3"),
     ],

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.symmetric_memory import Shape, buffers_for
 from tests.support.device import INTERPRETED
-from tests.support.direct_parity import Layer, backward, differences, expected, forward, make_inputs
+from tests.support.direct_parity import Layer, differences, expected, forward, make_inputs
 from tests.support.threads import ThreadMemory, run_on_threads, threads_as_ranks
 
 CPU = torch.device("cpu")
@@ -37,11 +37,10 @@ def _direct(layers: list[Layer], routing: str) -> tuple[list[str], int]:
     """Run all forward passes, then all backward passes; return what differs, and barriers."""
     exchanges = [layer.direct() for layer in layers]
     inputs = [make_inputs(layer, routing, seed, CPU) for seed, layer in enumerate(layers)]
-    given = list(zip(exchanges, layers, inputs, strict=True))
-    waiting = [forward(*one) for one in given]
+    waiting = [forward(*one) for one in zip(exchanges, layers, inputs, strict=True)]
     found = []
-    for layer, passed in zip(layers, waiting, strict=True):
-        found += differences(backward(passed), expected(layer, passed.inputs))
+    for backward, layer, given in zip(waiting, layers, inputs, strict=True):
+        found += differences(backward(), expected(layer, given))
     return found, ThreadMemory.num_barriers[dist.get_rank()]
 
 

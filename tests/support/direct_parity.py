@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from padded_dispatch.config import kept_tokens
 from padded_dispatch.exchange import symmetric_memory
-from padded_dispatch.exchange.collectives import Arrived, Values
+from padded_dispatch.exchange.collectives import Arrived
 from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.kernels import Segments, gemm, rows
 from padded_dispatch.routing import Plan, make_plan
@@ -30,6 +30,7 @@ from tests.support.routings import maps_of, thin_out
 _T = TypeVar("_T")
 
 BASE = 3
+Results = dict[str, Tensor]  # "out", "grad" of the tokens, and probabilities "beside" it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,22 +101,13 @@ def _bias(expert: Tensor, width: int) -> Tensor:
     return ((expert[..., None] + column) % 3 - 1).float()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forward:
-    inputs: Inputs
-    wire: Any
-    segments: Segments
-    row_SPK: Tensor
-    home_M: Tensor
-    prob_M: Tensor
-    weight_LDD: Tensor
-    out_TD: Tensor
+def forward(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Callable[[], Results]:
+    """Send tokens to experts, and their outputs home; return the backward pass.
 
-
-def forward(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Forward:
-    """Send tokens to experts, and their outputs home."""
+    That sends gradients to experts and home, probabilities beside them, and returns all sums.
+    """
     wire = exchange.start(inputs.plan, inputs.tokens_TD, layer.slots or layer.tokens)
-    arrived: Arrived = wire.open(inputs.tokens_TD, inputs.prob_TK)
+    arrived = wire.open(inputs.tokens_TD, inputs.prob_TK)
     num_local, like = layer.local_experts, inputs.tokens_TD
     sizes = len(arrived.expert_SPK), layer.tokens, layer.slots or layer.tokens
     assert kept_tokens(*sizes, direct=True) == arrived.values.rows_SPD[..., 0].numel()
@@ -144,20 +136,18 @@ def forward(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Forward:
     product = partial(gemm.rows_times_weights, rows_ND, weight_LDD, segments, **given)
     out_TD, beside_TK = wire.home(product, row_SPK, segments.offsets)
     assert beside_TK is None
-    kept = {"wire": wire, "segments": segments, "row_SPK": row_SPK, "home_M": home_M}
-    return Forward(inputs=inputs, out_TD=out_TD, **kept, prob_M=prob_M, weight_LDD=weight_LDD)
 
+    def backward() -> Results:
+        values = wire.push(inputs.grad_TD)
+        where = {"row_SPK": row_SPK, "segments": segments, "homes_S": wire.homes_S}
+        grad_ND = rows.spread_rows(**vars(values), **where)
+        given = grad_ND, weight_LDD.transpose(1, 2), segments
+        product = partial(gemm.rows_times_weights, *given, stored=False, at_M=home_M)
+        grad_TD, beside_TK = wire.home(product, row_SPK, segments.offsets, prob_M[BASE:])
+        assert beside_TK is not None
+        return {"out": out_TD, "grad": grad_TD, "beside": beside_TK}
 
-def backward(passed: Forward) -> dict[str, Tensor]:
-    """Send gradients to experts and home, with the probabilities beside them; return all sums."""
-    wire, segments, row_SPK = passed.wire, passed.segments, passed.row_SPK
-    values: Values = wire.push(passed.inputs.grad_TD)
-    where = {"row_SPK": row_SPK, "segments": segments, "homes_S": wire.homes_S}
-    rows_ND = rows.spread_rows(**vars(values), **where)
-    given = rows_ND, passed.weight_LDD.transpose(1, 2), segments
-    product = partial(gemm.rows_times_weights, *given, stored=False, at_M=passed.home_M)
-    grad_TD, beside_TK = wire.home(product, row_SPK, segments.offsets, passed.prob_M[BASE:])
-    return {"out": passed.out_TD, "grad": grad_TD, "beside": beside_TK}
+    return backward
 
 
 def _segments(layer: Layer, arrived: Arrived) -> Segments:
@@ -175,11 +165,11 @@ def _segments(layer: Layer, arrived: Arrived) -> Segments:
     return replace(segments, tiles=gemm.row_tiles(segments))
 
 
-def step(exchange: DirectStores, layer: Layer, inputs: Inputs) -> dict[str, Tensor]:
-    return backward(forward(exchange, layer, inputs))
+def step(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Results:
+    return forward(exchange, layer, inputs)()
 
 
-def expected(layer: Layer, inputs: Inputs) -> dict[str, Tensor]:
+def expected(layer: Layer, inputs: Inputs) -> Results:
     expert_TK = inputs.plan.expert_TK
     kept_TK = (expert_TK >= 0) & (inputs.plan.place_TK < layer.level)
     scale_TK = _scale(expert_TK) * kept_TK
@@ -193,7 +183,7 @@ def expected(layer: Layer, inputs: Inputs) -> dict[str, Tensor]:
     }
 
 
-def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+def differences(one: Results, other: Results) -> list[str]:
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
@@ -267,12 +257,12 @@ def replay_differs(first: Layer, second: Layer, num_replays: int) -> list[str]:
     static, distinct = fresh(0), [fresh(seed) for seed in range(4 * len(ROUTINGS))]
     exchanges = {id(layer): layer.direct() for layer in layers}
 
-    def run() -> list[dict[str, Tensor]]:
+    def run() -> list[Results]:
         waiting = [
             forward(exchanges[id(layer)], layer, inputs)
             for layer, inputs in zip(layer_of, static, strict=True)
         ]
-        return [backward(passed) for passed in waiting]
+        return [backward() for backward in waiting]
 
     paces = torch.Generator().manual_seed(dist.get_rank())
     kept = []
