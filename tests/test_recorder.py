@@ -28,8 +28,7 @@ def choices(number: int) -> tuple[list[list[int]], list[list[float]]]:
     return [[(row + [none] * 2)[:2] for row in rows] for rows, none in ((ids, -1), (probs, 0.0))]
 
 
-def observe(buffer: RoutingBuffer, number: int) -> None:
-    map_TE, probs_TE = microbatch(number)
+def observe(buffer: RoutingBuffer, map_TE: torch.Tensor, probs_TE: torch.Tensor) -> None:
     buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, capacity=2))
 
 
@@ -40,14 +39,14 @@ def buffer(num_microbatches: int = 2) -> RoutingBuffer:
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 def test_recorded_steps_have_all_their_microbatches_in_order(tmp_path, num_microbatches):
     buffers = {4: buffer(num_microbatches), 9: buffer(num_microbatches)}
-    observe(buffers[9], 77)  # A micro-batch before the first step, as a capture makes.
+    observe(buffers[9], *microbatch(77))  # A micro-batch before the first step, as a capture makes.
     recorder = TraceRecorder(tmp_path / "trace.npy", RUN, buffers, rank=3, every=2)
     number = {layer: 1000 * layer for layer in buffers}
     expected = []
     for step in range(1, 7):
         for layer, of_layer in buffers.items():
             for place in range(num_microbatches):
-                observe(of_layer, number[layer])
+                observe(of_layer, *microbatch(number[layer]))
                 if step % 2 == 0:
                     expected.append((step, place, layer, number[layer]))
                 number[layer] += 1
@@ -71,12 +70,12 @@ def test_a_replayed_microbatch_is_kept_like_an_eager_one():
     replayed, eager, tape = buffer(3), buffer(3), Tape()
     with tape:
         replayed.observe(map_TE, probs_TE, selection)
-    observe(eager, 0)
+    observe(eager, *microbatch(0))
     for number in range(1, 6):
         for static, new in zip((map_TE, probs_TE), microbatch(number), strict=True):
             static.copy_(new)
         tape.replay()
-        observe(eager, number)
+        observe(eager, *microbatch(number))
     for ours, expected in zip(replayed.tensors(), eager.tensors(), strict=True):
         assert torch.equal(ours, expected)
 
@@ -95,7 +94,7 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path, monkeyp
         assert steps_apart(2, steps_done=done, num_steps=end, **sizes) == every
         recorder = TraceRecorder(path, RUN, {1: filled}, rank=3, every=every)
         for step in range(done + 1, end + 1):
-            observe(filled, step)
+            observe(filled, *microbatch(step))
             recorder.step(step)
         recorder.close()
         trace = load_traces([path])
@@ -111,18 +110,17 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path, monkeyp
 
 def test_probabilities_that_a_trace_cannot_hold():
     map_TE, probs_TE = microbatch(0)
-    selection = select(map_TE, probs_TE, capacity=2)
     with pytest.raises(ValueError, match=r"probs_TE.dtype must .*; .* moe_router_dtype='fp32'"):
-        buffer().observe(map_TE, probs_TE.double(), selection)
+        observe(buffer(), map_TE, probs_TE.double())
 
 
 def test_a_microbatch_of_another_size_is_recorded_as_padding(caplog):
     filled = buffer()
-    observe(filled, 0)
+    observe(filled, *microbatch(0))
     for size in (3, 9):
         map_TE = torch.ones(size, 5, dtype=torch.bool)
-        filled.observe(map_TE, map_TE.float(), select(map_TE, map_TE.float(), capacity=2))
+        observe(filled, map_TE, map_TE.float())
         assert filled.ids_MTK[1].eq(-1).all() and not filled.probs_MTK[1].any()
-    observe(filled, 1)
+    observe(filled, *microbatch(1))
     assert filled.ids_MTK[1].tolist() == choices(1)[0]
     assert caplog.messages == ["the trace leaves out micro-batches that do not have 7 tokens"]

@@ -95,7 +95,8 @@ class Model:
         for weights in rank.weights_Y:
             self.store.add(lambda: case.config)
             weights.fc1_LGD.requires_grad_(not case.frozen)
-            leaves, more = (weights.fc1_LGD.detach(), weights.fc2_LDF.detach()), {}
+            leaves = weights.fc1_LGD.detach(), weights.fc2_LDF.detach()
+            more: dict[str, Any] = {}
             if case.sums:
                 more = {"fc1_sums": sums_of_ones(leaves[0]), "fc2_sums": sums_of_ones(leaves[1])}
             if case.scaled:
