@@ -397,6 +397,22 @@ def is_padded(module: Any) -> bool:
     return isinstance(getattr(module, "token_dispatcher", None), PaddedAlltoAllTokenDispatcher)
 
 
+def require_chunks(chunks: Any) -> None:
+    """Raise unless `chunks` is a list with a module for each chunk of a model.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    is_list = isinstance(chunks, list | tuple)
+    require(
+        is_list and chunks,
+        "chunks",
+        chunks if is_list else type(chunks).__name__,
+        "be a list of the model's chunks on this rank, at least one",
+        "give [model] if the model is one module",
+    )
+
+
 def device_of(chunks: list[Any]) -> torch.device:
     """Return a model's device; chunks that a pipeline's layout leaves empty have no parameters."""
     return next(parameter for chunk in chunks for parameter in chunk.parameters()).device

@@ -28,7 +28,7 @@ from torch import Tensor
 from padded_dispatch.config import require
 from padded_dispatch.megatron import guard
 from padded_dispatch.megatron.compat import graph_scopes
-from padded_dispatch.megatron.dispatcher import device_of
+from padded_dispatch.megatron.dispatcher import device_of, require_chunks
 from padded_dispatch.megatron.retry import RandomStates
 
 
@@ -74,6 +74,7 @@ class LayerGraphs:
         micro_batch: int,
         optimizers: tuple[Any, ...] = (),
     ) -> None:
+        require_chunks(chunks)
         config: Any = get_model_config(chunks[0])
         require(
             config.cuda_graph_impl == "transformer_engine",
@@ -186,17 +187,19 @@ class IterationGraph:
         names = "num_microbatches", "seq_length", "micro_batch_size"
         sizes = tuple(kwargs[name] for name in names)
         if not self._sizes:
-            check_random_states(device_of(kwargs["model"]))
+            model = kwargs["model"]
+            chunks = model if isinstance(model, list) else [model]  # Schedules take both.
+            check_random_states(device_of(chunks))
             for name in ("check_for_nan_in_grad", "check_for_large_grads"):
                 require(
-                    not any(getattr(chunk.ddp_config, name) for chunk in kwargs["model"]),
+                    not any(getattr(chunk.ddp_config, name) for chunk in chunks),
                     name,
                     True,
                     "be False with one CUDA graph of a whole step, because it reads norms on the "
                     "host",
                     "set it to False in DistributedDataParallelConfig, or use LayerGraphs",
                 )
-            self._layers = guard.padded_layers(kwargs["model"])
+            self._layers = guard.padded_layers(chunks)
             self._sizes, self._states = sizes, [guard.state_of(layer) for layer in self._layers]
         guard.check_unchanged(names, self._sizes, sizes)
         guard.check_layers(self._layers, self._states)

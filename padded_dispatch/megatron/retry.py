@@ -37,7 +37,13 @@ from padded_dispatch.config import FIT, require
 from padded_dispatch.counters import counts_in
 from padded_dispatch.megatron.compat import graph_scopes, logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
-from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, device_of, is_padded
+from padded_dispatch.megatron.dispatcher import (
+    Copies,
+    counting_tensors,
+    device_of,
+    is_padded,
+    require_chunks,
+)
 from padded_dispatch.utils.patches import Patches
 
 _log = logging.getLogger("padded_dispatch")
@@ -162,6 +168,7 @@ def check_retry(chunks: list[Any]) -> None:
     Raises:
         ValueError: names the setting, its value and what to change.
     """
+    require_chunks(chunks)
     for chunk in chunks:
         require(
             isinstance(chunk, DistributedDataParallel),

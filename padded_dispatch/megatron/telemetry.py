@@ -32,7 +32,7 @@ from padded_dispatch.config import DispatchConfig, require
 from padded_dispatch.counters import Ints, Snapshot, counts_in
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
-from padded_dispatch.megatron.dispatcher import device_of, is_padded
+from padded_dispatch.megatron.dispatcher import device_of, is_padded, require_chunks
 from padded_dispatch.megatron.options import PaddedOptions
 
 _log = logging.getLogger("padded_dispatch")
@@ -109,11 +109,12 @@ class Telemetry:
         step: steps done already.
 
     Raises:
-        ValueError: if no rank has a layer with the padded dispatcher, `layer_factors` names a layer
-            without it, or `every` is below 1.
+        ValueError: if `chunks` is no list of modules, no rank has a layer with the padded
+            dispatcher, `layer_factors` names a layer without it, or `every` is below 1.
     """
 
     def __init__(self, chunks: list[Any], *, every: int = 10, step: int = 0) -> None:
+        require_chunks(chunks)
         require(every >= 1, "every", every, "be at least 1")
         local = padded_moe_layers(chunks)
         self._every, self._first, self._step = every, step + 1, step

@@ -250,6 +250,18 @@ def test_an_iteration_must_not_change_after_its_first_call(megatron):
     assert training.schedule.wrapped.curr_iter("training") == 0
 
 
+def test_an_iteration_takes_one_module_as_megatrons_schedules_do(megatron):
+    training = iterating()
+    whole = training.passes()[0]["loss"]
+    training.schedule.delete()
+    graph = training.schedule
+    training.schedule = lambda model, **given: graph(model=model[0], **given)
+    assert torch.equal(training.passes()[0]["loss"], whole)
+    training.config.moe_aux_loss_coeff = 0.5
+    with pytest.raises(ValueError, match="moe_aux_loss_coeff in layer 1 must stay"):
+        training.passes()
+
+
 def test_states_in_host_memory_are_refused_on_a_gpu(megatron, monkeypatch):
     training_of(graph="none")
     check_random_states(torch.device("cpu"))

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from padded_dispatch.config import NO_DROP
-from padded_dispatch.megatron.telemetry import Telemetry, scalars
+from padded_dispatch.megatron import LayerGraphs, Retry, Telemetry
+from padded_dispatch.megatron.telemetry import scalars
 from tests.support import parity, tiny
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -226,6 +227,24 @@ def test_layers_without_a_number_of_their_own_follow_the_others(numbers, expecte
     alone = Telemetry([chunk[0]])
     run(chunk[0], 2)
     assert alone.read().training.counts["num_positions"].tolist() == [T]
+
+
+NO_LIST = r"chunks must be a list of the model's chunks on this rank, at least one, got "
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        Telemetry,
+        lambda chunks: Retry(lambda **given: [], chunks),
+        lambda chunks: LayerGraphs(chunks, seq_length=1, micro_batch=1),
+    ],
+    ids=["Telemetry", "Retry", "LayerGraphs"],
+)
+def test_a_model_without_a_list_is_refused(use):
+    for chunks, shown in ((nn.Linear(1, 1), "'Linear'"), ([], r"\[\]")):
+        with pytest.raises(ValueError, match=rf"^{NO_LIST}{shown}; give \[model\] if"):
+            use(chunks)
 
 
 def test_a_model_without_padded_layers_is_refused():
