@@ -63,7 +63,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     Args:
         num_local_experts, local_expert_indices: what Megatron hands to every dispatcher.
-        config: the TransformerConfig. Read before the first pass; later changes have no effect.
+        config: the TransformerConfig. Capacity and options are read here; other options raise in
+            the first pass, other later changes have no effect.
         pg_collection: `ep` and `expt_tp` are used, and `pp` and `expt_dp` if it has them.
 
     Attributes:
@@ -230,6 +231,14 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 
     def _announce(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
         """Run the checks for which the model must be complete, and log what the passes drop."""
+        options = padded_options(self.config)
+        require(
+            options == self._options,
+            "padded_dispatch",
+            options,
+            "be set before the model is built, which follows the options of then",
+            "build the model again",
+        )
         if self.configs.in_training:
             require_gradients_arrive(self.experts, self.config)
             require_weights_stay(self.experts, self.config)

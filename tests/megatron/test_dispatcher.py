@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_p
 from torch import Tensor
 
 from padded_dispatch.counters import Counters
-from padded_dispatch.megatron import dispatcher
+from padded_dispatch.megatron import PaddedOptions, dispatcher
 from padded_dispatch.megatron.compat import found
 from tests.support import tiny
 from tests.support.parity import megatron
@@ -96,6 +96,13 @@ def test_evaluation_that_drops_as_training_does_is_named_once(caplog, monkeypatc
     assert len(lines) == captured
     counters = moe.token_dispatcher.eval_counters
     assert bool(counters.kept_E.sum() < counters.demand_E.sum()) == captured
+
+
+def test_options_that_come_after_the_layer_are_refused():
+    made = tiny.padded_layer(on_overflow="warn")
+    made.config.padded_dispatch = PaddedOptions(on_overflow="error")
+    with pytest.raises(ValueError, match=r"^padded_dispatch must be set before the model is built"):
+        made(tiny.tokens(3))
 
 
 def test_the_price_of_dropping_nothing_is_said_once(caplog):
