@@ -106,18 +106,17 @@ class Watch:
 
 
 # All watches, in the order of their creation, which is equal on all ranks. Dispatchers keep them.
+# The next layer may join the last one.
 _watches: "weakref.WeakKeyDictionary[Watch, None]" = weakref.WeakKeyDictionary()
-_last: list[weakref.ref[Watch]] = []  # The watch that the next layer may join.
 
 
 def see_pass(moe: Any, hidden_states: Any) -> None:
     """Let a `Watch` see a pass of a MoE layer, eager or replayed, before it runs."""
     watch: Watch | None = vars(moe.token_dispatcher).get("watch")
     if watch is None:
-        watch = _last[0]() if _last else None
+        watch = next(reversed(list(_watches)), None)
         if watch is None or not watch.accepts(moe):
             watch = Watch(moe)
-            _last[:] = [weakref.ref(watch)]
             _watches[watch] = None
         elif moe not in watch.layers:
             watch.layers.append(moe)
