@@ -232,13 +232,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     def _announce(self, config: DispatchConfig, tokens_TD: Tensor) -> None:
         """Run the checks for which the model must be complete, and log what the passes drop."""
         options = padded_options(self.config)
-        require(
-            options == self._options,
-            "padded_dispatch",
-            options,
-            "be set before the model is built, which follows the options of then",
-            "build the model again",
-        )
+        rule = "be set before the model is built, whose layers read it only then"
+        fix = "build the model again"
+        require(options == self._options, "padded_dispatch", options, rule, fix)
         if self.configs.in_training:
             require_gradients_arrive(self.experts, self.config)
             require_weights_stay(self.experts, self.config)
@@ -413,13 +409,9 @@ def require_chunks(chunks: Any) -> None:
         ValueError: names the argument.
     """
     is_list = isinstance(chunks, list | tuple)
-    require(
-        is_list and chunks,
-        "chunks",
-        chunks if is_list else type(chunks).__name__,
-        "be a list of the model's chunks on this rank, at least one",
-        "give [model] if the model is one module",
-    )
+    rule = "be a list of the model's chunks on this rank, at least one"
+    fix = "give [model] if the model is one module"
+    require(is_list and chunks, "chunks", chunks if is_list else type(chunks).__name__, rule, fix)
 
 
 def device_of(chunks: list[Any]) -> torch.device:

@@ -330,13 +330,9 @@ def record_routing(
     if not layers:
         return None
     captured = [m for c in chunks for m in c.modules() if getattr(m, "cuda_graphs", None)]
-    require(
-        not captured,
-        "trace",
-        str(folder),
-        "start before layers are captured, because a graph holds what is recorded",
-        "set cuda_graph_warmup_steps to 1 or more",
-    )
+    rule = "start before layers are captured, because a graph holds what is recorded"
+    fix = "set cuda_graph_warmup_steps to 1 or more"
+    require(not captured, "trace", str(folder), rule, fix)
     for name, once in (("mlp_chunks_for_training", 1), ("mtp_use_repeated_layer", False)):
         times = getattr(model, name, None) or once
         rule = f"be {once} with a trace, which has a record of each layer and micro-batch"

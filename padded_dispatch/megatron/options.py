@@ -145,32 +145,22 @@ class PaddedOptions:
             if choices:
                 require(value in choices, option.name, value, f"be one of {', '.join(choices)}")
         packs = self.experts in ("auto", "packed")
+        rule = f"be auto or alltoall with experts={self.experts!r}"
+        fix = "set experts='packed' to use direct stores"
+        require(packs or self.exchange != "direct", "exchange", self.exchange, rule, fix)
+        rule = f"be auto or expert with experts={self.experts!r}, which read padded rows"
+        fix = "set experts='packed', or leave it to 'auto'"
         require(
-            packs or self.exchange != "direct",
-            "exchange",
-            self.exchange,
-            f"be auto or alltoall with experts={self.experts!r}",
-            "set experts='packed' to use direct stores",
-        )
-        require(
-            packs or self.capacity_pool != "store",
-            "capacity_pool",
-            self.capacity_pool,
-            f"be auto or expert with experts={self.experts!r}, which read padded rows",
-            "set experts='packed', or leave it to 'auto'",
+            packs or self.capacity_pool != "store", "capacity_pool", self.capacity_pool, rule, fix
         )
         table = self.layer_factors
         valid = isinstance(table, Mapping) and all(
             type(number) is int and number >= 1 and is_positive(factor)
             for number, factor in table.items()
         )
-        require(
-            valid,
-            "layer_factors",
-            table,
-            "map whole numbers from 1 on to factors above 0, each number once",
-            "write, for example, {3: 1.5, 7: NO_DROP}",
-        )
+        rule = "map whole numbers from 1 on to factors above 0, each number once"
+        fix = "write, for example, {3: 1.5, 7: NO_DROP}"
+        require(valid, "layer_factors", table, rule, fix)
         object.__setattr__(self, "layer_factors", dict(table))
         factor = self.eval_factor
         valid = factor in (None, FIT) or is_positive(factor)
@@ -178,13 +168,9 @@ class PaddedOptions:
         share = self.overflow_threshold
         valid = share == 0 or (is_positive(share) and share < 1)
         require(valid, "overflow_threshold", share, "be a share from 0 to below 1")
-        require(
-            self.on_overflow != "retry" or share == 0,
-            "overflow_threshold",
-            share,
-            "be 0.0 with on_overflow='retry', which leaves no row dropped",
-            "leave out one of the two",
-        )
+        rule = "be 0.0 with on_overflow='retry', which leaves no row dropped"
+        fix = "leave out one of the two"
+        require(self.on_overflow != "retry" or share == 0, "overflow_threshold", share, rule, fix)
         folder = self.trace
         valid = folder is None or (isinstance(folder, str) and folder != "")
         require(valid, "trace", folder, "be the name of a folder, or None")

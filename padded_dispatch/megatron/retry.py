@@ -170,12 +170,10 @@ def check_retry(chunks: list[Any]) -> None:
     """
     require_chunks(chunks)
     for chunk in chunks:
+        rule = "be in Megatron's DistributedDataParallel, whose gradients can be taken back"
+        fix = "wrap them, or choose another on_overflow"
         require(
-            isinstance(chunk, DistributedDataParallel),
-            "chunks",
-            type(chunk).__name__,
-            "be in Megatron's DistributedDataParallel, whose gradients can be taken back",
-            "wrap them, or choose another on_overflow",
+            isinstance(chunk, DistributedDataParallel), "chunks", type(chunk).__name__, rule, fix
         )
         require(
             not chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag,
@@ -196,12 +194,10 @@ def check_retry(chunks: list[Any]) -> None:
         "gradients",
         "set it to megatron.core.distributed.finalize_model_grads",
     )
+    rule = "keep no history of earlier passes with on_overflow='retry'"
+    fix = "set 'tensorwise', 'blockwise' or 'mxfp8', or train in bf16"
     require(
-        not config.fp8 or config.fp8_recipe != "delayed",
-        "fp8_recipe",
-        config.fp8_recipe,
-        "keep no history of earlier passes with on_overflow='retry'",
-        "set 'tensorwise', 'blockwise' or 'mxfp8', or train in bf16",
+        not config.fp8 or config.fp8_recipe != "delayed", "fp8_recipe", config.fp8_recipe, rule, fix
     )
     scopes = sorted(graph_scopes(config))
     require(

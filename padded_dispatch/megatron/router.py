@@ -43,13 +43,9 @@ def select_after_counting(
     Raises:
         ValueError: if the router is of another class.
     """
-    require(
-        isinstance(router, TopKRouter),
-        "router",
-        type(router).__name__,
-        "be a TopKRouter or a subclass of it",
-        "give the layer's spec such a router",
-    )
+    rule = "be a TopKRouter or a subclass of it"
+    fix = "give the layer's spec such a router"
+    require(isinstance(router, TopKRouter), "router", type(router).__name__, rule, fix)
     router.__class__ = _combined(type(router))
     router.dispatcher, router.layer_name = dispatcher, layer_name
     dispatcher.configs.router = router
@@ -160,13 +156,9 @@ class SelectAfterCounting(TopKRouter):
         if padding_mask is not None:
             map_TE = map_TE & ~padding_mask.reshape(-1, 1)
         config, num_tokens = self.dispatcher.configs.current, map_TE.shape[0]
-        require(
-            not (config.fits and capturing()),
-            "capacity_factor",
-            FIT,
-            "be a number in a CUDA graph, because the host reads the sizes of a pass that fits",
-            "set a number or no-drop where graphs are captured",
-        )
+        rule = "be a number in a CUDA graph, because the host reads the sizes of a pass that fits"
+        fix = "set a number or no-drop where graphs are captured"
+        require(not (config.fits and capturing()), "capacity_factor", FIT, rule, fix)
         selects = config.capacity_pool == "expert" and not config.fits
         capacity = config.capacity(num_tokens) if selects else num_tokens
         selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)

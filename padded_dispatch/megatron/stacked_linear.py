@@ -203,13 +203,9 @@ class StackedLinear(nn.Module):
                     "the distributed optimizer's checkpoint must keep parameters whole, got "
                     "flattened ones; set its format to fully_reshardable or dp_reshardable"
                 )
-            require(
-                not isinstance(data, DTensor),
-                "ckpt_format",
-                "torch_dist",
-                "be torch_dcp for packed experts in torch's FSDP",
-                "set it, or PaddedOptions(experts='module')",
-            )
+            rule = "be torch_dcp for packed experts in torch's FSDP"
+            fix = "set it, or PaddedOptions(experts='module')"
+            require(not isinstance(data, DTensor), "ckpt_format", "torch_dist", rule, fix)
             # Not `prefix`: Megatron removes a layer's number from keys if all layers are equal, and
             # an optimizer puts the name of its state in front.
             experts, shards = key.removesuffix(name), []
