@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.config import Policy
-from padded_dispatch.routing import Plan
+from padded_dispatch.routing import Plan, select
 from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
 
 # torch 2.13 deprecates the longer names; 2.8 has no others.
@@ -107,7 +107,7 @@ class Collectives:
         etp_size = etp_group.size() if etp_group is not None else 1
         self.num_sources = self.num_ranks * etp_size
         self.kind = "none" if self.num_sources == 1 else "alltoall"
-        self._policy = policy
+        self._policy: Policy = policy
 
     def strike(
         self, map_TE: Tensor, probs_TE: Tensor, num_slots: int
@@ -129,19 +129,15 @@ class Collectives:
         if num_slots >= num_tokens or self.num_ranks == 1:
             return map_TE, None
         by_rank = map_TE.unflatten(1, (self.num_ranks, self.num_local_experts))
-        asks_TR = by_rank.any(2)
-        if self._policy == "position":
-            stays_TR = asks_TR.cumsum(0) <= num_slots
-        else:
-            wide = torch.promote_types(probs_TE.dtype, torch.float32)
-            probs_TRL = probs_TE.detach().to(wide).unflatten(1, by_rank.shape[1:])
-            sum_TR = torch.where(by_rank, probs_TRL, 0).sum(2) + 0.0  # -0.0 would sort behind 0.0.
-            sum_TR = torch.where(asks_TR, sum_TR, -torch.inf)
-            order_TR = sum_TR.argsort(dim=0, descending=True, stable=True)
-            stays_TR = torch.zeros_like(asks_TR).scatter_(0, order_TR[:num_slots], True)
-        kept = by_rank & stays_TR[..., None]
+        wide = torch.promote_types(probs_TE.dtype, torch.float32)
+        probs_TRL = probs_TE.detach().to(wide).unflatten(1, by_rank.shape[1:])
+        sum_TR = torch.where(by_rank, probs_TRL, 0).sum(2)
+        # A rank's slots for tokens are chosen as an expert's for rows.
+        chosen = select(by_rank.any(2), sum_TR, capacity=num_slots, policy=self._policy)
+        assert chosen.demand_E is not None
+        kept = by_rank & chosen.kept_TE[..., None]
         num_rows = map_TE.sum(dtype=torch.int32) - kept.sum(dtype=torch.int32)
-        num_asked = asks_TR.sum(0, dtype=torch.int32).max()
+        num_asked = chosen.demand_E.max()
         return kept.flatten(1), Struck(num_rows=num_rows, num_asked=num_asked)
 
     def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "CollectiveWire":
@@ -171,8 +167,6 @@ class CollectiveWire:
         self._num_tokens, self._dtype = tokens_TD.shape[0], tokens_TD.dtype
         # True if slot t is token t on every rank; then there are at least T slots.
         self._whole = num_slots >= self._num_tokens or exchange.num_ranks == 1
-        if exchange.num_sources == 1:
-            num_slots = self._num_tokens
         self._num_slots = max(num_slots, self._num_tokens) if self._whole else num_slots
         if exchange.num_ranks > 1:
             self._number_slots()
@@ -268,12 +262,10 @@ class CollectiveWire:
         """Send a row for every token, and return the rows that arrive, [S, P, D]."""
         if self._whole:
             rows_PD = _padded(values_TD, self._num_slots)
-            rows_RPD = rows_PD[None]
-            if self._exchange.num_ranks > 1:
-                rows_RPD = _gathered(rows_RPD, self._exchange.group)
+            rows_RPD = _gathered(rows_PD[None], self._exchange.group)
         else:
             rows_RPD = self._swap(values_TD[self._token_RP])  # -1, no token, sends the last.
-        return self._gather_split(rows_RPD)
+        return _gathered(rows_RPD, self._exchange.etp_group)
 
     def send_plan(self, prob_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Send the plan; return probabilities, experts, places, [S, P, K], and counts, [S, L]."""
@@ -286,9 +278,7 @@ class CollectiveWire:
         if self._whole:
             plan_PX = _padded(plan_TX, num_slots, fill=-1)
             message_X = torch.cat([plan_PX.flatten(), plan.kept_E])
-            message_RX = message_X[None]
-            if ranks > 1:
-                message_RX = _gathered(message_RX, exchange.group)
+            message_RX = _gathered(message_X[None], exchange.group)
         else:
             # Slots without a token, -1, send the last row, which is filled with -1.
             plan_RPX = _padded(plan_TX, self._num_tokens + 1, fill=-1)[self._token_RP]
@@ -299,11 +289,10 @@ class CollectiveWire:
         count_RL = message_RX[:, size:]
         if self._whole:
             count_RL = count_RL[:, first : first + local]
-        expert_SPK, place_SPK, bits_SPX = self._gather_split(plan_RPX).tensor_split(
-            (top_k, 2 * top_k), 2
-        )
+        plan_SPX = _gathered(plan_RPX, exchange.etp_group)
+        expert_SPK, place_SPK, bits_SPX = plan_SPX.tensor_split((top_k, 2 * top_k), 2)
         prob_SPK = bits_SPX.contiguous().view(prob_TK.dtype)
-        count_SL = self._gather_split(count_RL).contiguous()
+        count_SL = _gathered(count_RL, exchange.etp_group).contiguous()
         return prob_SPK, expert_SPK - first, place_SPK.contiguous(), count_SL
 
     def bring_sums(self, sum_SPD: Tensor) -> Tensor:
@@ -343,13 +332,8 @@ class CollectiveWire:
         dist.all_to_all_single(received, blocks.contiguous(), group=self._exchange.group)
         return received
 
-    def _gather_split(self, blocks: Tensor) -> Tensor:
-        """Concatenate, along dim 0, the blocks of all ranks that split the same experts."""
-        group = self._exchange.etp_group
-        return blocks if group is None else _gathered(blocks, group)
-
     def _add_split(self, blocks: Tensor) -> Tensor:
-        """Sum this rank's part over those ranks, in at least fp32: `_gather_split`'s transpose."""
+        """Sum this rank's part over the ranks that split the same experts, in at least fp32."""
         group = self._exchange.etp_group
         if group is None:
             return blocks
@@ -360,7 +344,9 @@ class CollectiveWire:
 
 
 def _gathered(blocks: Tensor, group: Any) -> Tensor:
-    """Concatenate, along dim 0, the blocks of all ranks of a group."""
+    """Concatenate, along dim 0, the blocks of all ranks of a group; None is one rank."""
+    if group is None:
+        return blocks
     gathered = blocks.new_empty(group.size() * blocks.shape[0], *blocks.shape[1:])
     _all_gather(gathered, blocks.contiguous(), group=group)
     return gathered
