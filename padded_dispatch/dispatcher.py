@@ -116,7 +116,8 @@ class PaddedDispatcher:
             AbsentRanksError: on all waiting ranks, if another rank does not make this call.
         """
         _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, weights, activation)
-        take_room = room_of_pass(self.config, len(tokens_TD), self.store, [self._call_number])
+        inputs, numbers = (tokens_TD, prob_TK, *weights.tensors().values()), [self._call_number]
+        take_room = room_of_pass(self.config, len(tokens_TD), self.store, numbers, inputs)
         call = Call(wire=wire, take_room=take_room)
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
 
@@ -146,8 +147,8 @@ class PaddedDispatcher:
     ) -> tuple[Selection, Tensor, Wire]:
         """Check and plan a pass; return its selection, its choices' probabilities and its wire."""
         config, packed = self.config, weights is not None  # Without weights: padded cells.
-        tensors = {"probs_TE": probs_TE, "map_TE": map_TE} | (vars(weights) if weights else {})
-        tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+        tensors = {"probs_TE": probs_TE, "map_TE": map_TE}
+        tensors |= {} if weights is None else weights.tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         rules = (
             ("packed", packed),

@@ -90,6 +90,19 @@ def test_second_derivatives_of_an_exchange_are_refused(pool):
     on_all_ranks(config, differentiated_twice, make_case(config, ["full"]), pool)
 
 
+def test_a_layer_without_gradients_takes_no_stack():
+    """It would end at once, and the next layer would begin a stack beside that of the first."""
+    case = make_case(config_of("store"), ["thin"] * 3)
+    model, rank = Model(case, "store"), OneRank(case)
+    rank.probs_YTE[1].requires_grad_(False)
+    for weight in rank.weights_Y[1].tensors().values():
+        weight.requires_grad_(False)
+    first_TD = model.layer(rank, 0, rank.tokens_TD)
+    first_TD = first_TD + model.layer(rank, 1, first_TD.detach())
+    model.layer(rank, 2, first_TD)
+    assert len(model.store._stacks) == 1
+
+
 def test_sixty_four_ranks_are_the_oracle():
     check(make_case(config_of("store", 64), ["hot", "masked"], num_tokens=3), "store")
 

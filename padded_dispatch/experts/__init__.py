@@ -107,6 +107,10 @@ class ExpertWeights:
     fc2_sums: Sums | None = None
     scaled: ScaledWeights | None = None
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights and biases, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:

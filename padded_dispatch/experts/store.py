@@ -27,7 +27,7 @@ import dataclasses
 import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, call
@@ -249,12 +249,20 @@ def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Roo
 
 
 def room_of_pass(
-    config: DispatchConfig, num_tokens: int, store: Store | None, numbers: Sequence[int]
+    config: DispatchConfig,
+    num_tokens: int,
+    store: Store | None,
+    numbers: Sequence[int],
+    inputs: Iterable[Tensor],
 ) -> TakeRoom:
-    """Return the function that gives a pass its room: `Store.take` if backward needs its rows."""
+    """Return the function that gives a pass its room: `Store.take` if backward needs its rows.
+
+    `inputs`: the tensors that may need gradients.
+    """
     if config.fits:
         return fitting
-    if store is None or in_backward() or not trains():
+    keeps = trains() and not in_backward() and any(tensor.requires_grad for tensor in inputs)
+    if store is None or not keeps:
         return partial(scratch, config, num_tokens)
     return partial(store.take, numbers, num_tokens)
 

@@ -283,12 +283,11 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Set the experts' `call`; return tokens [T, D], kept rows [E] and probabilities [T, K]."""
         config, tokens_TD = self.configs.current, hidden_states.flatten(0, -2)
-        weights = self.experts.linear_fc1.weight, self.experts.linear_fc2.weight
-        has_gradients = any(tensor.requires_grad for tensor in (tokens_TD, probs, *weights))
-        store = self.store if self.configs.in_training and has_gradients else None
+        store = self.store if self.configs.in_training else None
+        inputs = tokens_TD, probs, self.experts.linear_fc1.weight, self.experts.linear_fc2.weight
         self.experts.call = Call(
             wire=self._start(config, tokens_TD),
-            take_room=room_of_pass(config, len(tokens_TD), store, self._numbers),
+            take_room=room_of_pass(config, len(tokens_TD), store, self._numbers, inputs),
             counters=self._counters_now(),
         )
         return tokens_TD, self.kept_E, probs
