@@ -73,8 +73,7 @@ class Mirror:
         self._failure = ""
         self._last = "none"
         self._me = dist.get_rank()
-        deadline = time.monotonic() + limit_s
-        name, self._hosts = _connected(groups, deadline, limit_s)
+        name, self._hosts = _connected(groups, limit_s)
         self.ranks = sorted(self._hosts)
         # Not `dist.new_group`. It either needs every rank of the world, or (with
         # use_local_synchronization) names the group by the number of groups in this process: ranks
@@ -227,18 +226,13 @@ def _wait(work: Any) -> None:
 _mirrors: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Mirror]] = WeakKeyDictionary()
 
 
-def group_name(group: dist.ProcessGroup) -> str:
-    """Return the name of a group, which is the same on all its ranks."""
-    return cast(str, group.group_name)
-
-
 def mirror_of(groups: Sequence[dist.ProcessGroup]) -> Mirror:
     """Return the mirror of `groups`, one for all layers, since each mirror costs sockets.
 
     The first call with these groups is a collective call; see `Mirror`.
     """
     of_group = _mirrors.setdefault(groups[0], {})
-    names = tuple(map(group_name, groups))
+    names = tuple(group.group_name for group in groups)
     if names not in of_group:
         of_group[names] = Mirror(groups, max(map(time_limit, groups)))
     return of_group[names]
@@ -265,16 +259,15 @@ def _store() -> Any:
     return PrefixStore("padded_dispatch", distributed_c10d._get_default_store())
 
 
-def _connected(
-    groups: Sequence[dist.ProcessGroup], deadline: float, limit_s: float
-) -> tuple[str, dict[int, str]]:
+def _connected(groups: Sequence[dist.ProcessGroup], limit_s: float) -> tuple[str, dict[int, str]]:
     """Return a name for all groups that `groups` connect, and the host of each of their ranks.
 
     All these ranks compute the same name. Each rank posts its own groups, under their number, since
     a group may have several mirrors: of this group alone, and together with others.
     """
+    deadline = time.monotonic() + limit_s
     store, me = _store(), dist.get_rank()
-    own = {group_name(group): dist.get_process_group_ranks(group) for group in groups}
+    own: dict[str, list[int]] = {g.group_name: dist.get_process_group_ranks(g) for g in groups}
     posted = json.dumps([socket.gethostname(), own])
     for name in own:
         store.set(f"{name}/{len(own)}/{me}", posted)

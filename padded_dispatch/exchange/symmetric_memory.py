@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.exchange.mirror import group_name, time_limit
+from padded_dispatch.exchange.mirror import time_limit
 from padded_dispatch.utils.phases import is_capturing
 
 _ALIGNMENT = 256
@@ -74,8 +74,7 @@ class PeerMemory:
         self._bytes = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
         _line_buffer_stdout()
         self.num_bytes = num_bytes
-        name: Any = group_name(group)  # The type of a name differs between torch releases.
-        self._handle: Any = _symmetric_memory.rendezvous(self._bytes, name)
+        self._handle: Any = _symmetric_memory.rendezvous(self._bytes, group.group_name)
         timeout_ms = int(1000 * time_limit(group))
         self.barrier = partial(self._handle.barrier, channel=0, timeout_ms=timeout_ms)
 
