@@ -104,7 +104,7 @@ class _Pass(torch.autograd.Function):
             prob_SPK = prob_SPK.clone()
         layout_args = {"expert_SPK": arrived.expert_SPK, "place_SPK": arrived.place_SPK}
         layout_args |= {"level": row_offsets.level, "kept_SPD": kept_SPD}
-        _multiply_by_fc1(state, token_values, prob_SPK, buffers, fc1_LGD, weights, **layout_args)
+        _multiply_by_fc1(state, token_values, prob_SPK, buffers, weights, **layout_args)
         scaled_NF = _empty_scaled(weights, segments.num_rows, fc2_LDF.shape[2])
         hidden_NF = curves.activate(
             buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments, scaled=scaled_NF, **vars(act)
@@ -156,7 +156,7 @@ class _Pass(torch.autograd.Function):
             stale_rows = dataclasses.replace(stale_rows, tiles=gemm.row_tiles(stale_rows))
             stale_state = dataclasses.replace(state, segments=stale_rows, row_SPK=row_SPK)
             buffers = Buffers(fc1_MG=fc1_MG, prob_M=prob_M, home_M=home_M)
-            _multiply_by_fc1(stale_state, token_values, prob_SPK, buffers, fc1_LGD, weights)
+            _multiply_by_fc1(stale_state, token_values, prob_SPK, buffers, weights)
             segments = segments if gives_back else stale_rows
         spread = partial(rows.spread_rows, row_SPK=row_SPK, segments=segments)
         values = wire.push(grad_TD.contiguous())
@@ -212,13 +212,12 @@ def _multiply_by_fc1(
     token_values: Values,
     prob_SPK: Tensor,
     buffers: Buffers,
-    fc1_LGD: Tensor,
     weights: ExpertWeights,
     **layout_args: Any,
 ) -> None:
     """Spread tokens to rows, multiply the rows by fc1's weight, and store results in `buffers`."""
     forms, homes_S = weights.scaled, state.wire.homes_S
-    scaled_ND = _empty_scaled(weights, state.segments.num_rows, fc1_LGD.shape[2])
+    scaled_ND = _empty_scaled(weights, state.segments.num_rows, weights.fc1_LGD.shape[2])
     rows_ND = rows.spread_rows(
         **vars(token_values),
         row_SPK=state.row_SPK,
@@ -231,7 +230,7 @@ def _multiply_by_fc1(
         home_M=None if homes_S is None else buffers.home_M,
         **layout_args,
     )
-    weight_LGD = fc1_LGD if forms is None else forms.fc1_LGD
+    weight_LGD = weights.fc1_LGD if forms is None else forms.fc1_LGD
     gemm.rows_times_weights(
         scaled_ND or rows_ND, weight_LGD, state.segments, stored=False, out=buffers.fc1_MG
     )
