@@ -145,7 +145,6 @@ class _Pass(torch.autograd.Function):
         weights, forms, num_rows = ctx.weights, ctx.weights.scaled, segments.num_rows
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
         if state.room.overwritten:
-            assert state.room.top is not None
             stale_offsets = torch.maximum(segments.offsets, state.room.top[2])
             if not gives_back:  # Later calls may have rows there: recompute all in other memory.
                 base, room = segments.offsets[:1], dataclasses.replace(state.room, stack=None)
@@ -201,7 +200,7 @@ class _Pass(torch.autograd.Function):
         if needs_fc1:
             rows_ND = spread(**vars(token_values))
             grad_fc1 = _weight_gradient(grad_fc1_MG, rows_ND, segments, True, weights.fc1_sums)
-        if state.room.top is not None and gives_back:  # That was the last use of the rows.
+        if gives_back:  # That was the last use of the rows.
             layout.release(state.room.top, state.row_offsets)
             state.room.close()
         return grad_TD, grad_TK, grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias, None, None, None
