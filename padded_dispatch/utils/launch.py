@@ -143,7 +143,8 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
 
 def _end(workers: set[BaseProcess]) -> None:
     """End workers, rank 0 before its peers, since it may need them to write its results."""
-    first_to_last = sorted(workers, key=lambda worker: worker.pid or 0)
+    # In the order in which they were started. The system's numbers of processes begin again.
+    first_to_last = sorted(workers, key=lambda worker: worker._identity)
     deadline = time.monotonic() + _END_S
     for together in (first_to_last[:1], first_to_last[1:]):
         for worker in together:

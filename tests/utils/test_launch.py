@@ -10,6 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -93,6 +94,16 @@ def test_peers_of_rank_0_go_on_until_it_has_ended(tmp_path, capfd):
         start_workers(ends_with_its_peer, (os.getpid(), tmp_path / "met"), num_workers=2)
     assert (tmp_path / "met").exists()
     assert capfd.readouterr().err == "SIGTERM: stopping all workers\n"
+
+
+def test_rank_0_is_ended_first_also_where_its_pid_is_the_larger():
+    ended = []
+    workers = [Mock(_identity=(9 + rank,), pid=32_767 - rank) for rank in range(3)]
+    for rank, worker in enumerate(workers):
+        worker.terminate.side_effect = functools.partial(ended.append, rank)
+        worker.kill.side_effect = functools.partial(ended.append, f"{rank} has ended")
+    launch._end(set(workers))
+    assert ended == [0, "0 has ended", 1, 2, "1 has ended", "2 has ended"]
 
 
 def test_under_torchrun_the_function_is_only_called(monkeypatch):
