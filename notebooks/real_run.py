@@ -101,7 +101,8 @@ def step(self):
             parts.setdefault(size // 2**27, []).append(param)
             size += param.numel()
         of_parts = [group | {"params": part} for part in parts.values()]
-        for self.param_groups in ([part] for part in of_parts):
+        for part in of_parts:
+            self.param_groups = [part]
             step_all(self)
         group["step"] = of_parts[0]["step"]
     self.param_groups = groups
@@ -209,9 +210,12 @@ def main(argv: list[str] | None = None) -> None:
     given = parser.parse_args(argv)
     require_results("--out", given.out)
     folder, megatron_lm = given.folder.absolute(), given.megatron_lm.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
     if not (megatron_lm / "pretrain_gpt.py").exists():
         parser.error(f"--megatron-lm must hold pretrain_gpt.py, got {megatron_lm}")
+    has_apex = find_spec(FUSED_MODULE) is not None
+    if has_apex and given.tight:
+        parser.error("--tight must be left out where APEX is installed; it hooks into its stand-in")
+    folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "text.idx").exists():
         sources = given.text or Path(torch.__file__).parent
         if not any(sources.rglob("*.py")):
@@ -219,10 +223,8 @@ def main(argv: list[str] | None = None) -> None:
         write_text(folder / "text", sources)
     elif given.text:
         parser.error(f"--text must be left out, got {given.text}; {folder} has a text already")
-    if find_spec(FUSED_MODULE) is None:
+    if not has_apex:
         (folder / f"{FUSED_MODULE}.py").write_text(FUSED + given.tight * ADAM_IN_PARTS)
-    elif given.tight:
-        parser.error("--tight must be left out where APEX is installed; it hooks into its stand-in")
     fsdp = "--use-megatron-fsdp" in given.more
     environment = {
         "PYTHONPATH": ":".join([str(megatron_lm), *sys.path, str(folder)]),

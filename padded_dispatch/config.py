@@ -61,6 +61,14 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
+def in_hundredths(need: float) -> float:
+    """Return the smallest factor in hundredths that is enough for a needed one.
+
+    Example: 1.1 gives 1.1, although 1.1 * 100 is above 110 in floats; 1.101 gives 1.11.
+    """
+    return math.ceil(round(need * 100, 6)) / 100
+
+
 def require_tokens(num_tokens: int) -> None:
     """Raise if T = 0, because a rank without tokens has no static shape."""
     fix = "pad the batch so that every rank has a token"

@@ -116,7 +116,8 @@ class PaddedDispatcher:
             AbsentRanksError: on all waiting ranks, if another rank does not make this call.
         """
         _, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE, weights, activation)
-        inputs, numbers = (tokens_TD, prob_TK, *weights.tensors().values()), [self._call_number]
+        numbers = [self._call_number]
+        inputs = tokens_TD, prob_TK, *weights.tensors().values()
         take_room = room_of_pass(self.config, len(tokens_TD), self.store, numbers, inputs)
         call = Call(wire=wire, take_room=take_room)
         return experts.run(tokens_TD, prob_TK, weights, activation, call)
@@ -148,7 +149,8 @@ class PaddedDispatcher:
         """Check and plan a pass; return its selection, its choices' probabilities and its wire."""
         config, packed = self.config, weights is not None  # Without weights: padded cells.
         tensors = {"probs_TE": probs_TE, "map_TE": map_TE}
-        tensors |= {} if weights is None else weights.tensors()
+        if weights is not None:
+            tensors |= weights.tensors()
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         rules = (
             ("packed", packed),

@@ -66,13 +66,19 @@ def select(
     require(policy in POLICIES, "policy", policy, f"be one of {', '.join(POLICIES)}")
     kept_TE, demand_E = map_TE, None
     if capacity < len(map_TE):
-        kept_map = kept_map_in_torch
-        if map_TE.is_cuda:
-            from padded_dispatch.kernels.select import kept_map
-
         kept_TE, demand_E = kept_map(map_TE, probs_TE.detach(), capacity, policy)
         probs_TE = torch.where(kept_TE, probs_TE, 0)
     return Selection(kept_TE=kept_TE, probs_TE=probs_TE, demand_E=demand_E, capacity=capacity)
+
+
+def kept_map(
+    asked_TE: Tensor, probs_TE: Tensor, capacity: int, policy: Policy
+) -> tuple[Tensor, Tensor]:
+    """Do the work of `kept_map_in_torch`, by kernels on a GPU."""
+    kept = kept_map_in_torch
+    if asked_TE.is_cuda:
+        from padded_dispatch.kernels.select import kept_map as kept
+    return kept(asked_TE, probs_TE, capacity, policy)
 
 
 def kept_map_in_torch(

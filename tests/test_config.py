@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
-from padded_dispatch.config import CAPACITY_POOLS, FIT, NO_DROP, DispatchConfig
+from padded_dispatch.config import CAPACITY_POOLS, FIT, NO_DROP, DispatchConfig, in_hundredths
 
 GOOD = dict(num_experts=8, top_k=2, capacity_factor=1.25)
 
@@ -127,3 +127,7 @@ def test_sizes_of_a_pass_that_fits_are_not_known_before(capacity_pool):
             size(7)
     assert config.wire_slots(7) == 7
     assert config.max_rows(7) == 14
+
+
+def test_a_needed_factor_is_rounded_up_to_hundredths_but_not_for_an_error_of_floats():
+    assert [in_hundredths(need) for need in (0.0, 1.1, 1.101, 2.3)] == [0.0, 1.1, 1.11, 2.3]

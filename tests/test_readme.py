@@ -46,14 +46,14 @@ def without_code(text: str) -> str:
 
 
 def options_table() -> str:
-    lines = ["| option | flag | default | meaning |", "|---|---|---|---|"]
+    lines = []
     defaults = options.PaddedOptions()
     for option in dataclasses.fields(options.PaddedOptions):
         name, told = option.name, option.metadata
         flag = f"--padded-{name.replace('_', '-')}"
         default = options.show(getattr(defaults, name))
-        lines.append(f"| `{name}` | `{flag}` | {default} | {told['help']} |")
-    return "\n".join(lines)
+        lines.append([f"`{name}`", f"`{flag}`", default, told["help"]])
+    return report.markdown(["option", "flag", "default", "meaning"], lines)
 
 
 def with_options(text: str) -> str:

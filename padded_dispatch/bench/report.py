@@ -177,7 +177,8 @@ def readme_table(rows: list[dict[str, Any]]) -> str | None:
         for row in rows
         if same.items() <= row.items() and row["error"] is None and _fp8(row) is None
     }
-    contenders, lines = [CONTENDERS[key] for key in flags["contenders"]], []
+    contenders = [CONTENDERS[key] for key in flags["contenders"]]
+    lines = []
     cases = product(flags["models"], flags["main_grad"])
     for name, case in zip(_README_LINES, cases, strict=True):
         cells = [ms.get((*case, one.name, one.variant, one.graph)) for one in contenders]

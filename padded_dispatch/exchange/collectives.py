@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.config import Policy
-from padded_dispatch.routing import Plan, select
+from padded_dispatch.routing import Plan, kept_map
 from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
 
 # torch 2.13 deprecates the longer names; 2.8 has no others.
@@ -129,16 +129,16 @@ class Collectives:
         if num_slots >= num_tokens or self.num_ranks == 1:
             return map_TE, None
         by_rank = map_TE.unflatten(1, (self.num_ranks, self.num_local_experts))
-        wide = torch.promote_types(probs_TE.dtype, torch.float32)
-        probs_TRL = probs_TE.detach().to(wide).unflatten(1, by_rank.shape[1:])
-        sum_TR = torch.where(by_rank, probs_TRL, 0).sum(2)
+        asks_TR = score_TR = by_rank.any(2)
+        if self._policy == "probs":
+            wide = torch.promote_types(probs_TE.dtype, torch.float32)
+            probs_TRL = probs_TE.detach().to(wide).unflatten(1, by_rank.shape[1:])
+            score_TR = torch.where(by_rank, probs_TRL, 0).sum(2)
         # A rank's slots for tokens are chosen as an expert's for rows.
-        chosen = select(by_rank.any(2), sum_TR, capacity=num_slots, policy=self._policy)
-        assert chosen.demand_E is not None
-        kept = by_rank & chosen.kept_TE[..., None]
+        stays_TR, asked_R = kept_map(asks_TR, score_TR, num_slots, self._policy)
+        kept = by_rank & stays_TR[..., None]
         num_rows = map_TE.sum(dtype=torch.int32) - kept.sum(dtype=torch.int32)
-        num_asked = chosen.demand_E.max()
-        return kept.flatten(1), Struck(num_rows=num_rows, num_asked=num_asked)
+        return kept.flatten(1), Struck(num_rows=num_rows, num_asked=asked_R.max())
 
     def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "CollectiveWire":
         """Begin a pass of tokens, of which at most P = `num_slots` have experts on one rank."""

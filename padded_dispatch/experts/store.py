@@ -261,8 +261,8 @@ def room_of_pass(
     """
     if config.fits:
         return fitting
-    keeps = trains() and not in_backward() and any(tensor.requires_grad for tensor in inputs)
-    if store is None or not keeps:
+    needs = any(tensor.requires_grad for tensor in inputs)
+    if store is None or not needs or in_backward() or not trains():
         return partial(scratch, config, num_tokens)
     return partial(store.take, numbers, num_tokens)
 

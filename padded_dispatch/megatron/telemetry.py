@@ -17,7 +17,6 @@ sums (its totals, then the idle passes of each rank).
 """
 
 import logging
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, require
+from padded_dispatch.config import DispatchConfig, in_hundredths, require
 from padded_dispatch.counters import Ints, Snapshot, counts_in
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
@@ -79,7 +78,7 @@ def overflow_words(snapshots: Snapshots, settings: "LayerSettings") -> str:
     several = snapshots.num_steps > 1
     when = f"in steps {first} to {snapshots.step}" if several else f"at step {snapshots.step}"
     needed = np.nan_to_num(training.needed_factor).max()
-    factor = math.ceil(round(needed * 100, 6)) / 100
+    factor = in_hundredths(needed)
     of_all, more = f"{training.figures()['dropped']:.2%} of all rows", ""
     if struck := int(training.counts["struck"].sum()):
         share = struck / training.counts["demand_E"].sum()

@@ -86,7 +86,9 @@ def _start(runs: list[tuple[str, Settings]]) -> Any:
         except SystemExit as end:
             if end.code != 1:  # a signal
                 raise
-            failed += [title for title, _ in runs[num_ended.value :][:1]]
+            if num_ended.value < len(runs):
+                title, _ = runs[num_ended.value]
+                failed.append(title)
             num_ended.value += 1
     if failed:
         sys.stderr.write(f"{len(failed)} of {len(runs)} failed: {'; '.join(failed)}\n")

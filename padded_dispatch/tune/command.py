@@ -48,7 +48,8 @@ def main(given: argparse.Namespace) -> int:
     """
     with errors_name_flags(vars(given)):
         found = _study(given)
-    svgs, text = {}, report.summary(found, given.report)
+    text = report.summary(found, given.report)
+    svgs = {}
     if find_spec("matplotlib"):
         svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
     else:
@@ -73,7 +74,8 @@ def _study(given: argparse.Namespace) -> Study:
     rule, fix = "exist", "record it with padded-dispatch train --trace, or correct the path"
     for path in given.traces:
         require(path.exists(), "TRACE", str(path), rule, fix)
-    page, rule = given.report, "be a file for the page, no folder and no trace"
+    page = given.report
+    rule = "be a file for the page, no folder and no trace"
     is_free = not page.is_dir() and page.suffix != ".npy" and page not in given.traces
     require(is_free, "--report", str(page), rule, "name another")
     require_folder("--report", page.parent)

@@ -50,7 +50,8 @@ def svg(figure: "Figure") -> str:
     """Return the figure as an `<svg>` element without a prolog, for HTML."""
     import matplotlib
 
-    text, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    text = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     with matplotlib.rc_context(_STYLE):
         figure.savefig(text, format="svg", metadata=nothing)
     return text.getvalue()[text.getvalue().index("<svg") :]
@@ -74,8 +75,8 @@ def dropped(study: Study) -> "Figure":
         label = f"all rows, pool {other.pool}"
         draw(other, other.dropped_share, color=GREY, lw=1.8, label=label)
     if study.pool == "expert":
-        label, balanced = "perfectly balanced router", np.array(replay.balanced)
-        draw(replay, balanced, color=GREEN, lw=1.8, ls="--", label=label)
+        label = "perfectly balanced router"
+        draw(replay, np.array(replay.balanced), color=GREEN, lw=1.8, ls="--", label=label)
     if drop:
         axes.axhline(drop, color=GREY, lw=1, ls=":", label=f"at most: {percent(drop)}")
     _mark(axes.axvline, study)

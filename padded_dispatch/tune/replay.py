@@ -19,7 +19,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import CapacityPool, DispatchConfig, kept_tokens, require, row_bytes
+from padded_dispatch.config import (
+    CapacityPool,
+    DispatchConfig,
+    in_hundredths,
+    kept_tokens,
+    require,
+    row_bytes,
+)
 from padded_dispatch.trace import TracedRun
 from padded_dispatch.tune.demand import Demand, most_tokens, strike
 
@@ -174,7 +181,7 @@ def grid(need: float) -> tuple[float, ...]:
     From 1 they rise in steps of 0.05 up to 2, then by 5 % up to 4, then by 10 %.
     """
     factors = [0.5, 0.75, 0.9, *(round(1.0 + 0.05 * i, 2) for i in range(21))]
-    last = max(0.01, math.ceil(round(need * 100, 6)) / 100)  # 1.1 * 100 is above 110.
+    last = max(0.01, in_hundredths(need))
     while factors[-1] < last:
         factors.append(round(factors[-1] * (1.05 if factors[-1] < 4 else 1.1), 2))
     return (*(factor for factor in factors if factor < last), last)

@@ -106,15 +106,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, fl
 
 def test_the_page_is_written_although_the_reader_of_the_text_has_gone(tmp_path):
     save(TRACE, tmp_path / "trace.npy")
-    command, buffered = (
-        [sys.executable, "-m", "padded_dispatch.cli", "tune"],
-        {"PYTHONUNBUFFERED": ""},
-    )
+    command = [sys.executable, "-m", "padded_dispatch.cli", "tune"]
     reader, pipe = os.pipe()
     os.close(reader)
     how = {
         "cwd": tmp_path,
-        "env": ENVIRONMENT | buffered,
+        "env": ENVIRONMENT | {"PYTHONUNBUFFERED": ""},
         "stdout": pipe,
         "stderr": subprocess.PIPE,
     }
