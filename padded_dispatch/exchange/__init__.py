@@ -44,7 +44,7 @@ def choose(
         ValueError: on all ranks, if "direct" was asked for and cannot work.
     """
     local = config.num_local_experts
-    collectives = Collectives(local, group, etp_group, config.policy)
+    collectives = Collectives(local, group, etp_group)
     reason = ""
     if not packed:
         reason = "direct stores need experts='packed'"

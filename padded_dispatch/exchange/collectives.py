@@ -89,8 +89,6 @@ class Collectives:
         num_local_experts: experts on this rank (L).
         group: the expert-parallel group (R ranks), or None for one rank.
         etp_group: the group whose ranks split every expert's ffn, or None for one rank.
-        policy: which tokens keep their slot if more than P ask for one rank: "probs" (those with
-            the largest sum of probabilities there) or "position" (the first).
     """
 
     def __init__(
@@ -98,7 +96,6 @@ class Collectives:
         num_local_experts: int,
         group: dist.ProcessGroup | None = None,
         etp_group: dist.ProcessGroup | None = None,
-        policy: Policy = "probs",
     ) -> None:
         self.num_local_experts = num_local_experts
         self.group = group if group is not None and group.size() > 1 else None
@@ -107,10 +104,9 @@ class Collectives:
         etp_size = etp_group.size() if etp_group is not None else 1
         self.num_sources = self.num_ranks * etp_size
         self.kind = "none" if self.num_sources == 1 else "alltoall"
-        self._policy: Policy = policy
 
     def strike(
-        self, map_TE: Tensor, probs_TE: Tensor, num_slots: int
+        self, map_TE: Tensor, probs_TE: Tensor, num_slots: int, policy: Policy
     ) -> tuple[Tensor, Struck | None]:
         """Cut a map so that no rank gets more than P tokens of this source; before the plan.
 
@@ -118,6 +114,8 @@ class Collectives:
             map_TE: bool [T, E].
             probs_TE: floating point, read where the map is True; ties go to the first tokens.
             num_slots: P.
+            policy: which tokens keep their slot if more than P ask for one rank: "probs" (those
+                with the largest sum of probabilities there) or "position" (the first).
 
         Returns:
             The cut map, and what was cut; None for the latter if P >= T or R = 1.
@@ -130,12 +128,12 @@ class Collectives:
             return map_TE, None
         by_rank = map_TE.unflatten(1, (self.num_ranks, self.num_local_experts))
         asks_TR = score_TR = by_rank.any(2)
-        if self._policy == "probs":
+        if policy == "probs":
             wide = torch.promote_types(probs_TE.dtype, torch.float32)
             probs_TRL = probs_TE.detach().to(wide).unflatten(1, by_rank.shape[1:])
             score_TR = torch.where(by_rank, probs_TRL, 0).sum(2)
         # A rank's slots for tokens are chosen as an expert's for rows.
-        stays_TR, asked_R = kept_map(asks_TR, score_TR, num_slots, self._policy)
+        stays_TR, asked_R = kept_map(asks_TR, score_TR, num_slots, policy)
         kept = by_rank & stays_TR[..., None]
         num_rows = map_TE.sum(dtype=torch.int32) - kept.sum(dtype=torch.int32)
         return kept.flatten(1), Struck(num_rows=num_rows, num_asked=asked_R.max())

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from padded_dispatch.config import Policy
 from padded_dispatch.exchange.collectives import Arrived, Values
 from padded_dispatch.exchange.symmetric_memory import Buffers, Shape, buffers_for, check_group
 from padded_dispatch.routing import Plan
@@ -53,7 +54,9 @@ class DirectStores:
         self.group = check_group(group, over_nvlink=over_nvlink)
         self._buffers: dict[Shape, Buffers] = {}
 
-    def strike(self, map_TE: Tensor, probs_TE: Tensor, num_slots: int) -> tuple[Tensor, None]:
+    def strike(
+        self, map_TE: Tensor, probs_TE: Tensor, num_slots: int, policy: Policy
+    ) -> tuple[Tensor, None]:
         """Return the map as it is: every token has a slot."""
         return map_TE, None
 

@@ -182,7 +182,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         num_slots = self._slots(config, tokens.flatten(0, -2))
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
-        routing_map, struck = self.exchange.strike(routing_map, probs, num_slots)
+        routing_map, struck = self.exchange.strike(routing_map, probs, num_slots, config.policy)
         counters = None if struck is None else self._counters_now()
         if counters is not None and config.capacity_pool == "store":  # No row of cells is struck.
             shares = self.shares_per_token if self.configs.in_training else None

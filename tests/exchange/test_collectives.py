@@ -26,7 +26,7 @@ def test_one_rank_moves_nothing():
     tokens_TD, prob_TK = torch.ones(3, 4), torch.ones(3, 2)
     exchange = Collectives(2)
     assert (exchange.kind, exchange.num_sources) == ("none", 1)
-    assert exchange.strike(map_TE, prob_TK, 1) == (map_TE, None)
+    assert exchange.strike(map_TE, prob_TK, 1, "probs") == (map_TE, None)
     wire = exchange.start(plan, tokens_TD, 1)
     arrived = wire.open(tokens_TD, prob_TK)
     assert arrived.values.rows_SPD.data_ptr() == tokens_TD.data_ptr()
@@ -64,8 +64,8 @@ def test_bf16_adds_up_in_fp32():
 
 
 def _struck(map_TE: Tensor, probs_TE: Tensor, num_slots: int, policy: str) -> Any:
-    exchange = Collectives(map_TE.shape[1] // 2, dist.group.WORLD, None, policy)
-    return exchange.strike(map_TE, probs_TE, num_slots)
+    exchange = Collectives(map_TE.shape[1] // 2, dist.group.WORLD)
+    return exchange.strike(map_TE, probs_TE, num_slots, policy)
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])

@@ -135,7 +135,8 @@ def forward(
     case, hidden_TD = model.case, model.tokens_TD
     for number in range(len(model.weights)) if numbers is None else numbers:
         weights = model.weights[number]
-        map_TE, _ = exchange.strike(model.maps_YTE[number], model.probs_YTE[number], case.slots)
+        asked_TE, probs_TE = model.maps_YTE[number], model.probs_YTE[number]
+        map_TE, _ = exchange.strike(asked_TE, probs_TE, case.slots, "probs")
         plan = make_plan(map_TE, top_k=2)
         wire = exchange.start(plan, hidden_TD, case.slots)
         prob_TK = choice_probs(model.probs_YTE[number], plan.expert_TK)
