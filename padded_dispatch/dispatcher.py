@@ -184,9 +184,9 @@ class PaddedDispatcher:
             )
         exchange = self._exchanges[key]
         capacity = config.capacity(num_tokens) if in_cells else num_tokens
-        selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
-        num_slots, kept_TE = config.wire_slots(num_tokens), selection.kept_TE
-        kept_TE, _ = exchange.strike(kept_TE, selection.probs_TE, num_slots, config.policy)
+        num_slots, policy = config.wire_slots(num_tokens), config.policy
+        selection = select(map_TE, probs_TE, capacity=capacity, policy=policy)
+        kept_TE, _ = exchange.strike(selection.kept_TE, selection.probs_TE, num_slots, policy)
         plan = make_plan(kept_TE, top_k=config.top_k)
         prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
         return selection, prob_TK, exchange.start(plan, tokens_TD, num_slots)
