@@ -1,5 +1,6 @@
 """Whole layers through the dispatcher on all ranks against the oracle; unused memory is NaN."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -17,7 +18,9 @@ from tests.support.whole_layers import (
     Found,
     Model,
     OneRank,
+    assert_found,
     check,
+    expected,
     make_case,
     on_all_ranks,
     stacks_are_empty,
@@ -101,6 +104,21 @@ def test_a_layer_without_gradients_takes_no_stack():
     first_TD = first_TD + model.layer(rank, 1, first_TD.detach())
     model.layer(rank, 2, first_TD)
     assert len(model.store._stacks) == 1
+
+
+def _after_another_policy(case: Case) -> Found:
+    config = dataclasses.replace(case.config, policy="probs")
+    model, rank = Model(dataclasses.replace(case, config=config), "store"), OneRank(case)
+    with torch.no_grad():
+        model.forward(rank)
+    for dispatcher in model.dispatchers:
+        dispatcher.config = case.config
+    return rank.found(model.forward(rank))
+
+
+def test_a_replaced_policy_decides_which_tokens_are_struck():
+    case = make_case(config_of("store", 8, policy="position"), ["hot"], num_tokens=9)
+    assert_found(on_all_ranks(case.config, _after_another_policy, case), expected(case))
 
 
 def test_sixty_four_ranks_are_the_oracle():
