@@ -203,9 +203,10 @@ class DispatchConfig:
         factor for P is at least 1.25, since a smaller one only saves memory of the store.
         """
         require_tokens(num_tokens)
-        if self.fits:
+        factor = self.capacity_factor
+        if factor == FIT:
             return num_tokens
-        factor = max(self._factor, _STORE_FACTOR if self.capacity_pool == "store" else 0)
+        factor = max(factor, _STORE_FACTOR if self.capacity_pool == "store" else 0)
         return min(num_tokens, self.num_local_experts * self._slots(num_tokens, factor))
 
     @property
@@ -213,7 +214,7 @@ class DispatchConfig:
         factor = self.capacity_factor
         rule = "be a number for sizes that do not depend on the routing"
         require(factor != FIT, "capacity_factor", factor, rule, "set a number or NO_DROP")
-        assert factor != "fit"
+        assert factor != FIT
         return factor
 
 

@@ -105,7 +105,7 @@ class _Pass(torch.autograd.Function):
         layout_args = {"expert_SPK": arrived.expert_SPK, "place_SPK": arrived.place_SPK}
         layout_args |= {"level": row_offsets.level, "kept_SPD": kept_SPD}
         _multiply_by_fc1(state, token_values, prob_SPK, buffers, weights, **layout_args)
-        scaled_NF = _empty_scaled(weights, segments.num_rows, fc2_LDF.shape[2])
+        scaled_NF = forms and Scaled.empty(segments.num_rows, fc2_LDF.shape[2], like=tokens_TD)
         hidden_NF = curves.activate(
             buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments, scaled=scaled_NF, **vars(act)
         )
@@ -159,12 +159,12 @@ class _Pass(torch.autograd.Function):
             segments = segments if gives_back else stale_rows
         spread = partial(rows.spread_rows, row_SPK=row_SPK, segments=segments)
         values = wire.push(grad_TD.contiguous())
-        scaled_ND = _empty_scaled(weights, num_rows, fc1_LGD.shape[2])
+        scaled_ND = forms and Scaled.empty(num_rows, fc1_LGD.shape[2], like=fc1_LGD)
         grad_ND = spread(**vars(values), homes_S=wire.homes_S, scaled=scaled_ND)
         fc2_LFD = fc2_LDF.transpose(1, 2) if forms is None else forms.fc2_LFD
         grad_NF = gemm.rows_times_weights(scaled_ND or grad_ND, fc2_LFD, segments, stored=False)
         grad_prob_N = prob_M.new_empty(num_rows)
-        scaled_NG = _empty_scaled(weights, num_rows, fc1_LGD.shape[1])
+        scaled_NG = forms and Scaled.empty(num_rows, fc1_LGD.shape[1], like=fc1_LGD)
         hidden_NF = curves.activate(
             fc1_MG,
             fc1_bias_LG,
@@ -215,8 +215,8 @@ def _multiply_by_fc1(
     **layout_args: Any,
 ) -> None:
     """Spread tokens to rows, multiply the rows by fc1's weight, and store results in `buffers`."""
-    forms, homes_S = weights.scaled, state.wire.homes_S
-    scaled_ND = _empty_scaled(weights, state.segments.num_rows, weights.fc1_LGD.shape[2])
+    forms, fc1_LGD, homes_S = weights.scaled, weights.fc1_LGD, state.wire.homes_S
+    scaled_ND = forms and Scaled.empty(state.segments.num_rows, fc1_LGD.shape[2], like=fc1_LGD)
     rows_ND = rows.spread_rows(
         **vars(token_values),
         row_SPK=state.row_SPK,
@@ -229,16 +229,10 @@ def _multiply_by_fc1(
         home_M=None if homes_S is None else buffers.home_M,
         **layout_args,
     )
-    weight_LGD = weights.fc1_LGD if forms is None else forms.fc1_LGD
+    weight_LGD = fc1_LGD if forms is None else forms.fc1_LGD
     gemm.rows_times_weights(
         scaled_ND or rows_ND, weight_LGD, state.segments, stored=False, out=buffers.fc1_MG
     )
-
-
-def _empty_scaled(weights: ExpertWeights, num_rows: int, width: int) -> Scaled | None:
-    """Return loose memory for rows in e4m3; None if products do not run in e4m3."""
-    like = weights.fc1_LGD
-    return None if weights.scaled is None else Scaled.empty(num_rows, width, like=like)
 
 
 def _weight_gradient(
