@@ -236,6 +236,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         fix = "build the model again"
         require(options == self._options, "padded_dispatch", options, rule, fix)
         if self.configs.in_training:
+            self.configs.check_on_overflow()
             require_gradients_arrive(self.experts, self.config)
             require_weights_stay(self.experts, self.config)
             if self._logs and config.capacity_factor == NO_DROP:

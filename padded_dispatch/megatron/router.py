@@ -96,10 +96,8 @@ class SelectAfterCounting(TopKRouter):
             # ranks' next calls would differ.
             training=int(self.training),
         )
-        if self.training:
-            configs.check_on_overflow()
-            if self.dispatcher.see_pass is not None:
-                self.dispatcher.see_pass(input)
+        if self.training and self.dispatcher.see_pass is not None:
+            self.dispatcher.see_pass(input)
         num_tokens = tokens_TD.shape[0]
         require(
             padding_mask is None or padding_mask.numel() == num_tokens,
