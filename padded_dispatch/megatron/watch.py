@@ -17,7 +17,6 @@ from typing import Any
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from padded_dispatch.megatron.compat import captures_iteration, capturing
-from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.telemetry import Copy, LayerSettings, Reader, by_number
 from padded_dispatch.utils.phases import trains
 
@@ -78,8 +77,7 @@ class Watch:
         self.num_steps += 1
         self._num_left = None
         dispatcher = self.layers[0].token_dispatcher
-        warns = padded_options(self.layers[0].config).on_overflow == "warn"
-        if not warns or dispatcher.configs.has_telemetry:
+        if dispatcher._options.on_overflow != "warn" or dispatcher.configs.has_telemetry:
             return
         if self._reader is None:
             # Replicas are left out: they may run another number of micro-batches.
