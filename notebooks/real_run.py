@@ -208,7 +208,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tight", action="store_true", help=f"for the largest models: {in_parts}")
     parser.add_argument("--more", default="", help="flags of Megatron-LM, for all contenders")
     given = parser.parse_args(argv)
-    require_results("--out", given.out)
+    try:
+        require_results("--out", given.out)
+    except ValueError as error:
+        parser.error(str(error))
     folder, megatron_lm = given.folder.absolute(), given.megatron_lm.absolute()
     if not (megatron_lm / "pretrain_gpt.py").exists():
         parser.error(f"--megatron-lm must hold pretrain_gpt.py, got {megatron_lm}")

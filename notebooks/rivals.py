@@ -375,7 +375,10 @@ def main(argv: list[str] | None = None) -> None:
         return
     if given.out is None:
         parser.error("--out must be a results file, got none")
-    require_results("--out", given.out)
+    try:
+        require_results("--out", given.out)
+    except ValueError as error:
+        parser.error(str(error))
     tokens, models = (4096, 16384), ("qwen3-30b-a3b", "gpt-oss-20b")
     if given.cpu:
         tokens, models = (64,), ("tiny",)

@@ -123,6 +123,9 @@ def test_losses_that_are_no_numbers_keep_their_steps():
 
 def test_a_wrong_path_leaves_neither_rows_nor_an_empty_text(tmp_path, capsys):
     """A text stays in the folder, and a later run takes it."""
+    with pytest.raises(SystemExit):
+        real_run.main(["--megatron-lm", str(tmp_path), "--out", "/proc/out.json"])
+    assert "error: --out must be a path in a writable folder" in capsys.readouterr().err
     paths = ["--out", f"{tmp_path}/out.json", "--folder", f"{tmp_path}/run"]
     with pytest.raises(SystemExit):
         real_run.main(["--megatron-lm", str(tmp_path), *paths])

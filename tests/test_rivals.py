@@ -13,7 +13,7 @@ class OffByAThousandth(rivals.Torch):
         return super().forward(*given) * 1.001
 
 
-def test_rows_have_errors_or_a_reason(monkeypatch, tmp_path):
+def test_rows_have_errors_or_a_reason(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(rivals.CONTENDERS, "off", OffByAThousandth)
     monkeypatch.setattr(rivals.Liger, "module", "not_installed")
     out = tmp_path / "rivals.json"
@@ -28,6 +28,9 @@ def test_rows_have_errors_or_a_reason(monkeypatch, tmp_path):
         assert missing["reason"] == "ModuleNotFoundError(\"No module named 'not_installed'\")"
         assert off["eager"]["wrong"] == names
         assert all(0.9e-3 < off["eager"]["errors"][name] < 1.1e-3 for name in names)
+    with pytest.raises(SystemExit):
+        rivals.main(["--out", "/proc/out.json"])
+    assert "error: --out must be a path in a writable folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("contender, ep", [("ours", 1), ("ours", 2), ("torch", 2)])

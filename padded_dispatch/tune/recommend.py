@@ -75,9 +75,10 @@ class Recommendation:
         room = f"{advice.room:,} slots per source rank and expert"
         if pool == "store":
             room = f"a store of {advice.room:,} rows"
+        steps = "step" if self.num_steps == 1 else f"{self.num_steps:,} steps"
         sentence = (
             f"Set the capacity factor to {advice.factor:g} with capacity_pool={pool} ({room}): "
-            f"{percent(advice.dropped)} of the rows of the {self.num_steps:,} steps traced find "
+            f"{percent(advice.dropped)} of the rows of the {steps} traced find "
             f"no room there, at most {percent(advice.worst)} in one step."
         )
         if lost := self.replay.lost[self.index]:

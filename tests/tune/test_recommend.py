@@ -43,6 +43,7 @@ def test_the_smallest_factor_that_leaves_enough_rows_room():
         "expert): 2.5 % of the rows of the 600 steps traced find no room there, at most 5 % in one "
         "step."
     )
+    assert "of the rows of the step traced find" in advise(needs[:1]).sentence()
     assert advise(needs, factors=[1.0, 1.2]).overall.dropped == 0.025  # None is enough.
 
 
