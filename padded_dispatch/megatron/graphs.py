@@ -127,13 +127,10 @@ class LayerGraphs:
                 else:  # `create_cudagraphs` of 0.16 would capture an empty list of layers.
                     self._helper._finish_capturing(self._helper._start_capturing())
         finally:
-            guard.end_capture()
             cuda_graphs._set_capture_end()  # Megatron does not call it if a layer raises.
             states.restore()
             for chunk in hooked:
                 chunk.enable_forward_pre_hook()
-        # Free the memory of the eager steps: the graphs have their own.
-        guard.release_stores(guard.padded_layers(self._chunks), captured=False)
         if hooked:
             self._helper.cuda_graph_set_manual_hooks()
 

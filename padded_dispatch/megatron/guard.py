@@ -30,7 +30,11 @@ from weakref import WeakKeyDictionary
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord, _CudaGraphRunner
+from megatron.core.transformer.cuda_graphs import (
+    TECudaGraphHelper,
+    _CudagraphGlobalRecord,
+    _CudaGraphRunner,
+)
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
@@ -52,14 +56,14 @@ _NAMES = ("training", "dispatch_config", *_FIELDS)
 _NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatches", *_NAMES)
 # What a layer's graphs depend on: `_state_of_call`; for `local` ones `_mask_of` and `state_of`.
 _captured: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
-# Copies of the layers' counters from before Transformer Engine's capture, until the capture ends.
-_counted: WeakKeyDictionary[Any, Copies] = WeakKeyDictionary()
 
 
 def install(config: Any) -> None:
     """Wrap what the guard needs of Megatron for a config, before its layers are built."""
     if config.cuda_graph_impl != "none":
         PATCHED.wrap(TransformerLayer, "__call__", _wrap_call)
+    if config.cuda_graph_impl == "transformer_engine":
+        PATCHED.wrap(TECudaGraphHelper, "create_cudagraphs", _wrap_capture)
     if config.cuda_graph_impl == "local":
         PATCHED.wrap(_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture)
     if captures_iteration(config):
@@ -200,23 +204,26 @@ def _capture(layer: Any, capture: Callable[..., Any], *args: Any, **kwargs: Any)
     """Let Transformer Engine capture a layer, and record what its graphs depend on."""
     hidden_states = _hidden_states(args, kwargs)
     _captured[layer] = _state_of_call(layer, hidden_states, get_num_microbatches())
-    if layer not in _counted:
-        _counted[layer] = Copies(counting_tensors(layer))
     with schedule.captured(layer, hidden_states):
         return capture(*args, **kwargs)
 
 
-def end_capture() -> None:
-    """Restore the counters from before Transformer Engine's capture; free its rows in stores."""
-    for counted in _counted.values():
-        counted.restore()
-    release_stores(list(_counted), captured=False)
-    _counted.clear()
+def _wrap_capture(create: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(create)
+    def clean_create(helper: Any) -> None:
+        if not is_ours(helper.config):
+            return create(helper)
+        layers = padded_layers(helper.model)
+        with Patches() as patches:
+            # Free memory of the warm-up and of eager steps: the graphs have their own.
+            patches.callback(release_stores, layers, captured=False)
+            patches.callback(Copies(t for layer in layers for t in counting_tensors(layer)).restore)
+            return create(helper)
+
+    return clean_create
 
 
 def _replay(layer: Any, replay: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if _counted:
-        end_capture()
     captured = _captured.get(layer)
     if captured is None:
         return replay(*args, **kwargs)

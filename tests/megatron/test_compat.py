@@ -94,7 +94,7 @@ def test_padded_spec_wraps_nothing_where_no_graph_replays(way):
     else:
         guard.install(SimpleNamespace(**way))
     graphs = {
-        "transformer_engine": {"TransformerLayer.__call__"},
+        "transformer_engine": {"TransformerLayer.__call__", "TECudaGraphHelper.create_cudagraphs"},
         "local": {"TransformerLayer.__call__", "_CudaGraphRunner.create_fwd_graph"},
         "full_iteration": {"TransformerLayer.__call__"},
         "none": set(),

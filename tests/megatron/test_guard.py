@@ -210,12 +210,16 @@ def test_what_a_capture_counts_and_keeps_goes_back(uninstalled, monkeypatch):
     monkeypatch.setattr(guard, "get_num_microbatches", lambda: 1)
     fields = settings() | {"cuda_graph_impl": "transformer_engine"}
     install(PaddedOptions(experts="packed"))
-    layer = gpt(**fields).decoder.layers[0].train()
+    made = gpt(**fields).train()
+    layer = made.decoder.layers[0]
     dispatcher = layer.mlp.token_dispatcher
-    hidden = torch.ones(LENGTH, 1, tiny.HIDDEN)
-    guard._capture(layer, lambda hidden: layer.mlp(hidden), hidden)
-    assert dispatcher.counters.demand_E.any() and len(dispatcher.store._stacks) == 1
-    guard.end_capture()
+
+    def capture(helper: Any) -> None:
+        hidden = torch.ones(LENGTH, 1, tiny.HIDDEN)
+        guard._capture(layer, lambda hidden: layer.mlp(hidden), hidden)
+        assert dispatcher.counters.demand_E.any() and len(dispatcher.store._stacks) == 1
+
+    guard._wrap_capture(capture)(SimpleNamespace(config=layer.config, model=[made]))
     assert not dispatcher.counters.demand_E.any() and dispatcher.store._stacks == []
 
 
