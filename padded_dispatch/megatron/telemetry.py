@@ -255,6 +255,7 @@ class Reader:
             sums[:, self._index, num_totals + rank] = counts["idle_passes"]
         if not dispatcher.counts_kept:
             counts["kept_E"].zero_()
+            counts["num_again"].zero_()
         # Count tokens once: no other rank routes them, or this rank is the first that does. With a
         # store count all sources, because its room is for the rows of all.
         is_first = parallel_state.get_tensor_model_parallel_rank() == 0

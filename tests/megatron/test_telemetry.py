@@ -326,6 +326,24 @@ def _over_tensor_parallel_ranks() -> Any:
         return telemetry.read().evaluation
 
 
+def _again_on_ranks_that_split_experts() -> float:
+    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    settings = sizes | {"sequence_parallel": True, "experts": "packed"}
+    with parity.megatron("cpu", **sizes):
+        chunk = model(1, 2, 3, **settings)
+        telemetry = Telemetry([chunk])
+        hidden = torch.ones(T, 1, tiny.HIDDEN).requires_grad_()
+        for layer in chunk:
+            hidden, _ = layer(hidden)
+        hidden.sum().backward()
+        return telemetry.read().training.figures()["again"]
+
+
+def test_rows_that_are_computed_again_count_once_where_ranks_split_experts(pool2):
+    for share in pool2.run(_again_on_ranks_that_split_experts):
+        assert 0 < share <= 1
+
+
 def test_tokens_that_tensor_parallel_ranks_share_count_once(pool2):
     for snapshot in pool2.run(_over_tensor_parallel_ranks):
         assert snapshot.counts["num_positions"].tolist() == [T]
