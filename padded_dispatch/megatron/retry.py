@@ -217,6 +217,13 @@ class _StepStart:
         self._random = RandomStates()
         self._counts = Copies(t for chunk in chunks for t in counting_tensors(chunk.module))
         self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
+        # QK-clip's largest logits: each pass sets a new tensor.
+        self._max_logits = [
+            (module, module.current_max_attn_logits)
+            for chunk in chunks
+            for module in chunk.modules()
+            if hasattr(module, "current_max_attn_logits")
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -225,6 +232,8 @@ class _StepStart:
             chunk.zero_grad_buffer()
         self._counts.restore()
         put_logged_back(self._logged)
+        for attention, max_logits in self._max_logits:
+            attention.current_max_attn_logits = max_logits
         self._random.restore()
 
 

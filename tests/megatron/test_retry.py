@@ -6,6 +6,7 @@ layers run eagerly for a while.
 
 import contextlib
 import dataclasses
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -62,6 +63,32 @@ def test_a_layer_in_evaluation_inside_a_step_counts_and_logs_show_what_was_dropp
     assert found.training.dropped_share[0] == 0
     assert found.evaluation.dropped_share[1] >= 0.5
     assert found.evaluation.counts["num_passes"].tolist() == [0, case.microbatches]
+
+
+def test_qk_clip_sees_the_largest_logit_of_the_run_that_stands(alone):
+    """Transformer Engine's attention keeps it as an attribute, a new tensor in each pass."""
+    found = []
+    for changes in ({"never_drops": True}, {"options": {"on_overflow": "retry"}}):
+        case = dataclasses.replace(RETRIED, draws=False, dropout=0.0, **changes)
+        with world(case):
+            training = Training(case)
+            (chunk,) = training.chunks
+            attentions = [
+                layer.self_attention.core_attention for layer in chunk.module.decoder.layers
+            ]
+            for attention in attentions:
+                attention.current_max_attn_logits = None
+                attention.register_forward_hook(_note_max)
+            training.step(0)
+            assert training.retry is None or training.retry.num_retried == 1
+            found.append([attention.current_max_attn_logits for attention in attentions])
+    never, retried = found
+    assert len(never) == 2 and never == retried
+
+
+def _note_max(attention: Any, given: Any, output: Any) -> None:
+    largest = attention.current_max_attn_logits
+    attention.current_max_attn_logits = max(output.max().item(), largest or -math.inf)
 
 
 def test_a_second_drop_raises(alone):
