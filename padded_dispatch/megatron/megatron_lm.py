@@ -69,6 +69,9 @@ class _Run:
             require(size in (None, config.expert_model_parallel_size), flag(field), size, rule, fix)
             rule = "be left out: it masks TEGroupedMLP, and finds none in packed experts"
             require(not getattr(args, "flextron", False), "--flextron", True, rule, fix)
+        frozen, fix = getattr(args, "freeze_all_layers", False), "use Megatron's own dispatcher"
+        rule = "be left out: without gradients, no drop of a pass in training mode is counted"
+        require(not frozen, "--freeze-all-layers", True, rule, fix)
         for name, fix in fixes.items():
             field = f"save_{name}_interval"
             interval = getattr(args, field, None)
@@ -139,7 +142,7 @@ class _Run:
     def finish(self) -> None:
         """Show the last reading, after the last step."""
         reading = self._telemetry.take(now=True)
-        if reading.num_steps:
+        if reading.num_steps or reading.evaluation.figures():
             self._show(reading)
         self.follow(reading)
         self._flush()

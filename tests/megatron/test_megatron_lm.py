@@ -348,20 +348,33 @@ def test_steps_before_an_exit_of_the_rerun_state_machine_are_read(loop):
     assert loop.tensorboard.flushed == 1
 
 
+def evaluate(training: Training) -> None:
+    batches = iter([{"ids": torch.zeros(CASE.batch, CASE.seq + 1, dtype=torch.int64)}])
+    for chunk in training.chunks:
+        chunk.eval()
+    with torch.no_grad():
+        forward(batches, training.chunks[0])
+    for chunk in training.chunks:
+        chunk.train()
+
+
+def test_evaluation_behind_the_last_line_is_written(loop):
+    training, log = Training(CASE), loop.training_log
+
+    def log_and_evaluate(*args: Any, **kwargs: Any) -> None:
+        log(*args, **kwargs)
+        evaluate(training)
+
+    loop.training_log = log_and_evaluate
+    train(loop, training)
+    scalars = loop.tensorboard.scalars
+    steps = [step for step, _ in scalars["moe/dropped"]]
+    assert [step for step, _ in scalars["moe-held-out/dropped"]] == [*steps[1:], steps[-1]]
+
+
 def test_evaluation_does_not_mix_with_training(loop):
     training = Training(CASE)
-
-    def evaluate(step: int) -> None:
-        if step == 3:
-            batches = iter([{"ids": torch.zeros(CASE.batch, CASE.seq + 1, dtype=torch.int64)}])
-            for chunk in training.chunks:
-                chunk.eval()
-            with torch.no_grad():
-                forward(batches, training.chunks[0])
-            for chunk in training.chunks:
-                chunk.train()
-
-    loop.before = evaluate
+    loop.before = lambda step: evaluate(training) if step == 3 else None
     train(loop, training)
     evaluated, loop.tensorboard = loop.tensorboard.scalars, Writer()
     loop.before = None
@@ -480,6 +493,7 @@ def test_a_trace_that_cannot_be_written_ends_the_run_before_its_first_step(loop)
         ("save-dgrads-interval", 10, "--padded-experts module", ("packed",)),
         ("save-wgrads-interval", 10, "", ()),
         ("flextron", True, "--padded-experts module", ("packed",)),
+        ("freeze-all-layers", True, "", ("packed", "module")),
         ("rl-inference-expert-model-parallel-size", 2, "--padded-experts module", ("packed",)),
         ("rl-inference-expert-model-parallel-size", 1, "", ()),  # As in training.
     ],
@@ -490,7 +504,7 @@ def test_what_reads_parts_that_experts_lack_is_refused_before_the_first_step(
     """Packed experts have no linears whose rows Megatron could read, but weights with gradients."""
     setattr(loop.get_args(), name.replace("-", "_"), value)
     for kind in experts:
-        with pytest.raises(ValueError, match=rf"^--{name} must be .*, got {value}; set {fix}"):
+        with pytest.raises(ValueError, match=rf"^--{name} must be .*, got {value}; .*{fix}"):
             train(loop, experts=kind)
         assert not loop.calls
     for kind in {"packed", "module"} - {*experts}:
