@@ -66,12 +66,16 @@ def join(
         chunk = Chunk(config=config, key=key, store=Store())
         _last = weakref.ref(chunk)
     chunk.number = number
-    is_repeated = number > config.num_layers and getattr(config, "mtp_use_repeated_layer", False)
-    num_calls = config.mtp_num_layers if is_repeated else 1
-    num_calls *= getattr(config, "mlp_chunks_for_training", 1)
+    num_calls = num_repeats(config, number) * getattr(config, "mlp_chunks_for_training", 1)
     if _is_recomputed(config, index):
         num_calls = 0
     return chunk, [chunk.store.add(dispatch_config) for _ in range(num_calls)]
+
+
+def num_repeats(config: Any, number: int) -> int:
+    """Return how often a forward pass runs a layer, which multi-token prediction may repeat."""
+    is_repeated = number > config.num_layers and getattr(config, "mtp_use_repeated_layer", False)
+    return config.mtp_num_layers if is_repeated else 1
 
 
 def _place(config: Any, number: int, pipeline: Any, name: str) -> tuple[int | None, int]:
@@ -98,4 +102,6 @@ def _is_recomputed(config: Any, index: int) -> bool:
     """Return whether backward always recomputes a layer, so that its forward pass keeps no rows."""
     if config.recompute_granularity == "full":
         return config.recompute_method != "block" or index < config.recompute_num_layers
-    return config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+    # `MoELayer` recomputes nothing in `local` graphs.
+    selective = config.recompute_granularity == "selective" and config.cuda_graph_impl != "local"
+    return selective and "moe" in config.recompute_modules

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+from padded_dispatch.megatron.chunks import num_repeats
 from padded_dispatch.megatron.compat import captures_iteration, capturing
 from padded_dispatch.megatron.telemetry import Copy, LayerSettings, Reader, by_number
 from padded_dispatch.utils.phases import trains
@@ -54,7 +55,7 @@ class Watch:
             return
         self._input = weakref.ref(hidden_states)
         self._end_step_of_passes()
-        self._num_left = (self._num_left or _num_passes(self.layers[0].config)) - 1
+        self._num_left = (self._num_left or _num_passes(self.layers[0])) - 1
         if self._num_left == 0 and hidden_states.requires_grad:
             # A graph keeps its input, and a layer its graph. A hook that kept the layer would keep
             # all three alive, and NCCL would wait forever for the end of a graph that captured it.
@@ -138,13 +139,15 @@ def _log_last() -> None:
         watch.log_arrived()
 
 
-def _num_passes(config: Any) -> int:
+def _num_passes(layer: Any) -> int:
     """Return the passes of a layer in a step; 1 if the loop has not set Megatron's calculator.
 
     If a layer takes a sequence in parts, its router sees each part, and a guard only the layer.
     """
+    config, (number,) = layer.config, by_number([layer])
     parts = getattr(config, "mlp_chunks_for_training", 1)
     try:
-        return get_num_microbatches() * (parts if config.cuda_graph_impl == "none" else 1)
+        passes = get_num_microbatches() * num_repeats(config, number)
+        return passes * (parts if config.cuda_graph_impl == "none" else 1)
     except AttributeError:
         return 1

@@ -108,12 +108,13 @@ def test_a_stages_last_layer_is_as_far_from_its_first_as_in_other_stages():
         ),
         ({"recompute_granularity": "full", "recompute_method": "uniform"}, [[], [], []]),
         (tiny.RECOMPUTE, [[], [], []]),
+        (tiny.RECOMPUTE | {"cuda_graph_impl": "local"}, [[0], [1], [2]]),  # Megatron does not.
         (
             {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
             [[0], [1], [2]],
         ),
     ],
-    ids=["block", "uniform", "moe", "mlp"],
+    ids=["block", "uniform", "moe", "local", "mlp"],
 )
 def test_layers_that_are_always_recomputed_have_no_room(settings, calls, rank):
     config = changed(pipeline_model_parallel_size=2, **settings)

@@ -265,13 +265,20 @@ def test_the_last_step_before_a_replay_counts_where_its_input_gets_no_gradient(c
 
 
 def test_a_microbatch_calculator_is_not_needed():
+    config: Any = SimpleNamespace(cuda_graph_impl="none", num_layers=4)
+    router = SimpleNamespace(config=config, layer_number=1, layer_name="")
+    layer = SimpleNamespace(config=config, router=router)
     with patch.object(watch, "get_num_microbatches", lambda: (_ for _ in ()).throw(AttributeError)):
-        assert watch._num_passes(SimpleNamespace(cuda_graph_impl="none")) == 1
-    parts = SimpleNamespace(cuda_graph_impl="none", mlp_chunks_for_training=3)
+        assert watch._num_passes(layer) == 1
     with patch.object(watch, "get_num_microbatches", lambda: 2):
-        assert watch._num_passes(parts) == 6
-        parts.cuda_graph_impl = "local"
-        assert watch._num_passes(parts) == 2
+        config.mtp_use_repeated_layer, config.mtp_num_layers = True, 5
+        assert watch._num_passes(layer) == 2
+        router.is_mtp_layer = True  # A stage's first layer with experts may be this one.
+        assert watch._num_passes(layer) == 10
+        config.mlp_chunks_for_training = 3
+        assert watch._num_passes(layer) == 30
+        config.cuda_graph_impl = "local"
+        assert watch._num_passes(layer) == 10
 
 
 def _in_a_loop_of_its_own() -> int:
