@@ -241,7 +241,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             require_weights_stay(self.experts, self.config)
             if self._logs and config.capacity_factor == NO_DROP:
                 self._warn_of_rows(config, tokens_TD)
-        elif self._logs and config is self.configs.training:
+        elif self._logs and options.eval_factor is None and config == self.configs.training:
             log_once(
                 "padded dispatch in evaluation: capacity and drops are as in training, because a "
                 "CUDA graph captures evaluation; for another capacity set eval_factor"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from padded_dispatch.counters import Counters
 from padded_dispatch.megatron import PaddedOptions, dispatcher
-from padded_dispatch.megatron.compat import found
+from padded_dispatch.megatron.compat import found, iteration_graph
 from tests.support import tiny
 from tests.support.parity import megatron
 
@@ -85,17 +85,21 @@ def test_optimizers_that_would_leave_packed_weights_to_adam_are_refused(experts)
         made.train()(torch.randn(3, 2, tiny.HIDDEN))
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_evaluation_that_drops_as_training_does_is_named_once(caplog, monkeypatch, captured):
-    moe = tiny.padded_layer(moe_expert_capacity_factor=0.5)
+@pytest.mark.parametrize(
+    ("fields", "captured"), [({}, False), ({}, True), (iteration_graph(), False)], ids=str
+)
+def test_evaluation_that_drops_as_training_does_is_named_once(
+    caplog, monkeypatch, fields, captured
+):
+    moe, drops = tiny.padded_layer(moe_expert_capacity_factor=0.5, later=fields), captured or fields
     monkeypatch.setattr("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", captured)
     with caplog.at_level(logging.INFO, logger="padded_dispatch"), torch.no_grad():
         for length, mode in ((6, True), (6, False), (9, False), (6, False)):
             moe.train(mode)(torch.randn(length, 1, tiny.HIDDEN))
     lines = [line for line in caplog.messages if "drops are as in training, because" in line]
-    assert len(lines) == captured
+    assert len(lines) == bool(drops)
     counters = moe.token_dispatcher.eval_counters
-    assert bool(counters.kept_E.sum() < counters.demand_E.sum()) == captured
+    assert (counters.kept_E.sum() < counters.demand_E.sum()) == bool(drops)
 
 
 def test_options_that_come_after_the_layer_are_refused():
