@@ -61,10 +61,16 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         kwargs = kwargs or {}
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
+        if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
+        if func is torch.Tensor.to and _is_cuda(*args[1:2]):
+            args = args[0], _CPU, *args[2:]
         return func(*args, **kwargs)
+
+
+def _is_cuda(value: Any = None) -> bool:
+    """Return whether a value is a CUDA device or its name."""
+    return isinstance(value, str | torch.device) and torch.device(value).type == "cuda"
 
 
 def is_on_cpu() -> bool:

@@ -24,6 +24,8 @@ def test_tensors_meant_for_cuda_are_made_on_the_cpu():
         assert torch.full((2,), 7, device=torch.device("cuda", 1)).tolist() == [7, 7]
         assert torch.ones(1, device=torch.cuda.current_device()).device.type == "cpu"
         assert x.cuda() is x
+        assert x.to("cuda", torch.float32).tolist() == x.to(torch.float32).tolist() == [0, 1, 2]
+        assert torch.nn.Linear(1, 1).to(torch.device("cuda", 0)).weight.device.type == "cpu"
         assert torch.zeros(2, device="meta").device.type == "meta"
 
 
