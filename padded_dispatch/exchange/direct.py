@@ -15,8 +15,8 @@ brought before it enters the barrier of the next return, and no peer pushes agai
 passed that barrier. A rank sums what a return brought before it enters the barrier of the next
 push, and no peer returns rows again before it has passed that one. This holds for any sequence of
 layers, shapes, replays, evaluation and recomputation. A pass that breaks off leaves a push without
-a return. The next push may then overwrite rows that a slow rank still reads, but only those of the
-broken pass, whose result is lost.
+a return. The next push may then overwrite rows, plan and counts that a slow rank still reads, which
+may then write outside of its buffers: all ranks must synchronize their devices before it.
 """
 
 from collections.abc import Callable

@@ -323,5 +323,5 @@ def reset_peaks() -> None:
 
 
 def allocated_gib() -> float:
-    """Return torch's peak since `reset_peaks` plus the symmetric memory used since then, in GiB."""
+    """Return torch's peak since `reset_peaks`, and symmetric memory of layers built since, GiB."""
     return (torch.cuda.max_memory_allocated() + sum(_used.values())) / 2**30
