@@ -155,7 +155,8 @@ def release(top: Tensor, offsets: Offsets) -> None:
     Example: behind that of `lay_out`, `top` is `[4, 4, 1]`.
     """
     last = offsets.offsets.numel() - 1
-    _release_kernel[(1,)](top, offsets.offsets, last, offsets.before, debug=True)
+    # One warp, so that none loads `top` behind the store of another.
+    _release_kernel[(1,)](top, offsets.offsets, last, offsets.before, debug=True, num_warps=1)
 
 
 @triton.jit
