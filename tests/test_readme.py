@@ -119,7 +119,7 @@ def test_figures_of_the_readme_are_measured():
     ours = {key: runs[key][figures.OURS] for key in figures.SHOWN}
     assert [key for key, row in ours.items() if any(row["dropped"])] == []
     again = 100 * statistics.mean(ours[six]["again"])
-    assert f"six layers computed {again:.2f} % again." in first_screen
+    assert f"six layers overwrote {again:.2f} %." in first_screen
     assert figures.with_tables(README.read_text()) == README.read_text(), (
         "run python notebooks/readme_figures.py"
     )
