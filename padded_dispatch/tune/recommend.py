@@ -6,8 +6,8 @@ of one layer beyond the whole store. "Rows" are those of one layer for a layer's
 layers for the factor of all. Layers that share a store have no factors of their own.
 
 The answer holds for steps like those in the trace. Each half of the steps is also studied alone,
-and a warning names both factors if they differ by more than a tenth. notebooks/results/LOG.md has
-what was tried for more certainty.
+and a warning names both factors if they, and their rooms, differ by more than a tenth.
+notebooks/results/LOG.md has what was tried for more certainty.
 """
 
 import math
@@ -95,7 +95,10 @@ class Recommendation:
         if trace is not None and (missing := missing_ranks(trace)):
             reasons.append(missing)
         first, second = self.halves
-        if max(first, second) > _ALIKE * min(first, second):
+        few, many = sorted(self.halves)
+        room_of = dict(zip(self.replay.factors.tolist(), self.replay.room.tolist(), strict=True))
+        # Small factors may have nearly the same room: a store has a least size.
+        if many > _ALIKE * few and room_of[many] > _ALIKE * room_of[few]:
             reasons.append(
                 f"The first half of the steps needs {first:g}, the second {second:g}: routing "
                 "changed. Leave out what is not like the steps to come (--from-step), or trace "

@@ -166,8 +166,8 @@ def whole(study: Study) -> str:
             "strike, or one layer has beyond the store, is dropped."
         )
     note = (
-        f"No room: of all rows. {fate} GiB: kept for backward on a rank, of the layers that share "
-        "a store, for each micro-batch in flight."
+        f"No room: of all rows. {fate} GiB: kept by packed experts for backward on a rank, of the "
+        "layers that share a store, for each micro-batch in flight."
     )
     method = (
         f"The trace: {replay.asked.sum():,} rows of {len(replay.demand.steps):,} "

@@ -65,6 +65,10 @@ def test_halves_that_differ_are_a_warning():
     near, far = np.full(10, 1.0), np.full(10, 1.1)
     assert advise(np.concatenate([near, far])).warnings() == []  # Just a tenth.
     assert len(advise(np.concatenate([near, far + 0.1])).warnings()) == 1
+    found = advise(np.concatenate([near, np.full(10, 2.0)]), factors=[1.0, 1.05, 2.0])
+    assert len(found.warnings()) == 1
+    found.replay.room[-1] = found.replay.room[0]  # As in a store that has its least size.
+    assert found.warnings() == []
     assert advise([1.4]).halves == (1.4, 1.4)
     assert advise([1.4, 1.2, 1.2]).halves == (1.4, 1.2)
 
