@@ -74,7 +74,7 @@ class Windows:
 
     def __init__(self, text: np.ndarray, seq_length: int, seed: int) -> None:
         self.num_windows = (len(text) - 1) // seq_length
-        rule = f"be less than the text's {len(text)} bytes"
+        rule = f"be less than the {len(text)} bytes to train on, or to evaluate on"
         require(self.num_windows >= 1, "--seq-length", seq_length, rule)
         self._text = text
         self._seq_length = seq_length

@@ -271,9 +271,11 @@ class Settings:
         require(factor is None or 0 < factor < math.inf, "--capacity-factor", factor, rule)
         rule = f"be left out with --dispatcher {dispatcher}, which drops nothing"
         require(factor is None or dispatcher in DROPPING, "--capacity-factor", factor, rule)
-        rule = "be a number with --dispatcher alltoall-drop-pad"
-        fits = dispatcher != "alltoall-drop-pad" or factor is not None
-        require(fits, "--capacity-factor", "none", rule)
+        if dispatcher == "alltoall-drop-pad":
+            most = self.model.num_experts / self.model.top_k
+            rule = f"be a number up to {most:g}, that drops nothing, with --dispatcher {dispatcher}"
+            fits = factor is not None and factor <= most
+            require(fits, "--capacity-factor", "none" if factor is None else factor, rule)
         rule, fix = "be another one on a CPU", "run on a GPU"
         require(on_gpu or dispatcher != "alltoall", "--dispatcher", dispatcher, rule, fix)
         require(

@@ -134,7 +134,14 @@ def test_train_says_whether_the_loss_fell(monkeypatch, capsys, losses, code):
             "--vs --padded-layer-factors 1:2,3:2",
             "^--padded-layer-factors must name .* from 1 to 2, ",
         ),
-        ("--text SHORT --vs", "^--seq-length must be less than the text's 7 bytes, got 24$"),
+        (
+            "--text SHORT --vs",
+            "^--seq-length must be less than the 7 bytes .*, got 24$",
+        ),
+        (
+            "--vs --dispatcher alltoall-drop-pad --capacity-factor 4.1",
+            "^--capacity-factor must be a number up to 4, .*, got 4.1$",
+        ),
         ("--vs --out /dev/null/r.json", "^--out must .*/dev/null"),
         ("--vs --vs --graph layer", "^--graph must be none on a CPU, got 'layer'; run on a GPU$"),
     ],
