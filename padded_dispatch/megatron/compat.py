@@ -169,7 +169,7 @@ class SharedExpertOverlap:
     order of 0.18 works in all versions.
 
     With `moe_preprocess` in a CUDA graph, a capture ends after `start`, and a pass with a replay
-    continues there. In stock 0.18 and 0.19 the state machine stays in the state of the capture's
+    continues there. In stock from 0.18 on the state machine stays in the state of the capture's
     end, so the next pass raises. Here `start` and `fc1` set the state that they need.
     """
 

@@ -104,7 +104,7 @@ REFUSED = (
     Refused(
         "offload_modules",
         "fused_group_mlp belongs to the op fuser's experts, which are not used here",
-        "offload expert_fc1 and moe_act instead",
+        "leave it out, or offload expert_fc1 and moe_act, which takes Megatron's experts in cells",
         lambda modules: "fused_group_mlp" in (modules or ()),
     ),
     Refused(

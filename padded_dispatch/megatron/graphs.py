@@ -234,8 +234,8 @@ def explain_out_of_memory() -> Iterator[None]:
         raise torch.OutOfMemoryError(
             f"the memory pools of the CUDA graphs do not fit beside the {before / 2**30:.2f} GiB "
             f"that are in use without them. To need less, use a smaller micro-batch or "
-            "moe_expert_capacity_factor (packed experts drop nothing then; others need less with "
-            "recompute_modules=['moe_act']; 'moe' has no effect in a capture from Megatron-Core "
-            "0.18 on), more pipeline or expert parallelism, or a smaller scope of the graphs "
-            f"(without 'moe'). {error}"
+            "moe_expert_capacity_factor (the log says what it drops; experts that are not packed "
+            "need less with recompute_modules=['moe_act']; 'moe' has no effect in a capture from "
+            "Megatron-Core 0.18 on), more pipeline or expert parallelism, or a smaller scope of "
+            f"the graphs (without 'moe'). {error}"
         ) from error

@@ -101,8 +101,9 @@ class _EqualsMoELayer(type(MoELayer)):
 class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
     """`MoELayer` with static shapes, for use without `install()`. Same arguments, same state dict.
 
-    It patches nothing, unless the config asks for CUDA graphs or the combined schedule:
-    `guard.install` then adds checks before each replay, and hands on padding masks.
+    It patches nothing, unless the config asks for CUDA graphs or the combined schedule: then
+    `guard.install` adds checks before each replay, and hands on padding masks. With Megatron-Bridge
+    packed experts patch two of its methods.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
