@@ -365,8 +365,8 @@ def test_evaluation_behind_the_last_line_is_written(loop):
         log(*args, **kwargs)
         evaluate(training)
 
-    loop.training_log = log_and_evaluate
-    train(loop, training)
+    with patch.object(loop, "training_log", log_and_evaluate):
+        train(loop, training)
     scalars = loop.tensorboard.scalars
     steps = [step for step, _ in scalars["moe/dropped"]]
     assert [step for step, _ in scalars["moe-held-out/dropped"]] == [*steps[1:], steps[-1]]
