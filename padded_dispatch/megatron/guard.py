@@ -50,7 +50,9 @@ from padded_dispatch.megatron.config import MOE_FIELDS, is_ours
 from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, is_padded
 from padded_dispatch.utils.patches import PATCHED, Patches
 
-_FIELDS = *MOE_FIELDS, "fp8", "fp8_recipe", "fp4", "fp4_recipe"
+# Layers read these when they are built; after text generation Megatron leaves None and False there.
+_READ_ONCE = {"moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"}
+_FIELDS = *sorted({*MOE_FIELDS} - _READ_ONCE), "fp8", "fp8_recipe", "fp4", "fp4_recipe"
 _read_fields = operator.itemgetter(*_FIELDS)
 _NAMES = ("training", "dispatch_config", *_FIELDS)
 _NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatches", *_NAMES)

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.inference import utils as inference_utils
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -102,9 +103,20 @@ CHANGES: dict[str, Callable[[Training], object]] = {
     "training": lambda t: t.moe[0][1].experts.eval(),
     "dispatch_config": lambda t: set_factor(t.moe[0][1].token_dispatcher.configs, 2.0),
     "moe_aux_loss_coeff": lambda t: setattr(t.config, "moe_aux_loss_coeff", 0.5),
-    "moe_expert_capacity_factor": lambda t: setattr(t.config, "moe_expert_capacity_factor", 9.0),
     "fp8": lambda t: setattr(t.config, "fp8", "e4m3"),
 }
+
+
+def test_training_goes_on_after_text_generation(megatron):
+    """Which pads experts to a capacity of its own, and leaves none behind."""
+    training = captured("attn", "moe")
+    before = training.losses_of(0)
+    model = training.chunks[0].module
+    with patch.object(inference_utils, "moe_layer_cache", None):
+        inference_utils.set_decode_expert_padding(model, True, capacity_factor=2)
+        inference_utils.set_decode_expert_padding(model, False)
+    assert training.config.moe_expert_capacity_factor is None
+    assert torch.equal(training.losses_of(0), before)
 
 
 @pytest.mark.parametrize("change", CHANGES)
