@@ -299,6 +299,8 @@ def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: 
     for name, parameter in linear.named_parameters():
         if isinstance(parameter, DTensor) and not hasattr(parameter, "__fsdp_param__"):
             continue  # torch's FSDP: a rank holds some of the experts.
+        if state[f"{prefix}{name}"] is parameter:
+            continue  # `keep_vars`: Megatron's default shards, which those of `sharded` replace.
         for number, value in enumerate(linear.by_expert(state.pop(f"{prefix}{name}"))):
             state[f"{prefix}{name}{number}"] = value
     state[f"{prefix}_extra_state"] = _NO_SCALES

@@ -13,7 +13,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import mapping, optimizer
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
-from torch import Tensor
+from megatron.core.transformer.utils import sharded_state_dict_default
+from torch import Tensor, nn
 
 from tests.support import parity, tiny
 from tests.support.pool import WorkerPool
@@ -156,6 +157,14 @@ def test_distributed_checkpoints_load_both_ways(tmp_path: Path, biased, source):
     pairs = (one, adam), (other, restored)
     ours, theirs = pairs if source == "packed" else reversed(pairs)
     assert_same(written(sharded(*ours)), written(sharded(*theirs)))
+
+
+@BIASED
+def test_shards_of_the_experts_replace_all_of_megatrons_default(biased):
+    """Multi-token prediction of 0.16 takes those of a list of layers, then each layer's own."""
+    made = experts("packed", add_bias_linear=biased)
+    default = sharded_state_dict_default(nn.ModuleList([made]), "layers.")
+    assert default and default.keys() <= made.sharded_state_dict("layers.0.").keys()
 
 
 def test_flattened_parameters_are_refused():
