@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
@@ -103,6 +104,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         sizes = {"num_ranks": self.ep_size, "etp_size": self.tp_size}
         self.configs = LayerConfigs(config, capacity_pool=chosen.pool, **sizes)
         groups = self.ep_group, self.tp_group
+        is_fake = any(group.size() > 1 and dist.get_backend(group) == "fake" for group in groups)
+        rule = "be left out: a rank reads counts and places that its peers send"
+        fix = "run on real ranks, or measure stock drop-and-pad"
+        require(not is_fake, "--fake-process-group", True, rule, fix)
         self.agreement = Agreement(*groups)
         device = torch.device(torch.cuda.current_device())
         kind = self._options.exchange

@@ -16,6 +16,7 @@ from padded_dispatch.megatron import PaddedOptions, dispatcher
 from padded_dispatch.megatron.compat import found, iteration_graph
 from tests.support import tiny
 from tests.support.parity import megatron
+from tests.support.pool import WorkerError
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -100,6 +101,17 @@ def test_evaluation_that_drops_as_training_does_is_named_once(
     assert len(lines) == bool(drops)
     counters = moe.token_dispatcher.eval_counters
     assert (counters.kept_E.sum() < counters.demand_E.sum()) == bool(drops)
+
+
+def _with_peers_that_send_nothing() -> None:
+    sizes = {"expert_model_parallel_size": 2}
+    with megatron("cpu", **sizes), patch.object(dist, "get_backend", lambda group: "fake"):
+        tiny.padded_layer(**sizes)
+
+
+def test_a_fake_process_group_is_refused(pool2):
+    with pytest.raises(WorkerError, match="ValueError: --fake-process-group must be left out: "):
+        pool2.run(_with_peers_that_send_nothing)
 
 
 def test_options_that_come_after_the_layer_are_refused():
