@@ -69,8 +69,8 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _is_cuda(value: Any = None) -> bool:
-    """Return whether a value is a CUDA device or its name."""
-    return isinstance(value, str | torch.device) and torch.device(value).type == "cuda"
+    """Return whether a value is a CUDA device, its name or its number."""
+    return isinstance(value, int | str | torch.device) and torch.device(value).type == "cuda"
 
 
 def is_on_cpu() -> bool:

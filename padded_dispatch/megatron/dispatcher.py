@@ -104,7 +104,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         sizes = {"num_ranks": self.ep_size, "etp_size": self.tp_size}
         self.configs = LayerConfigs(config, capacity_pool=chosen.pool, **sizes)
         groups = self.ep_group, self.tp_group
-        is_fake = any(group.size() > 1 and dist.get_backend(group) == "fake" for group in groups)
+        wide = [group for group in groups if group is not None and group.size() > 1]
+        is_fake = any(dist.get_backend(group) == "fake" for group in wide)
         rule = "be left out: a rank reads counts and places that its peers send"
         fix = "run on real ranks, or measure stock drop-and-pad"
         require(not is_fake, "--fake-process-group", True, rule, fix)

@@ -222,7 +222,7 @@ class _StepStart:
             (module, module.current_max_attn_logits)
             for chunk in chunks
             for module in chunk.modules()
-            if hasattr(module, "current_max_attn_logits")
+            if "current_max_attn_logits" in vars(module)
         ]
 
     @torch.no_grad()
