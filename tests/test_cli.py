@@ -105,7 +105,8 @@ def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
         ("bench --device cuda", "--device must be cpu where PyTorch sees no GPU, got 'cuda'"),
         (
             "train --seq-length 10000000",
-            "--seq-length must be less than the .* bytes to train on, .*, got 10000000",
+            "--seq-length must be less than the .* bytes to train on, or to evaluate on, got "
+            "10000000",
         ),
     ],
 )

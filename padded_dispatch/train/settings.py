@@ -273,7 +273,7 @@ class Settings:
         require(factor is None or dispatcher in DROPPING, "--capacity-factor", factor, rule)
         if dispatcher == "alltoall-drop-pad":
             most = self.model.num_experts / self.model.top_k
-            rule = f"be a number up to {most:g}, that drops nothing, with --dispatcher {dispatcher}"
+            rule = f"be at most {most:g}, which drops nothing, with --dispatcher {dispatcher}"
             fits = factor is not None and factor <= most
             require(fits, "--capacity-factor", "none" if factor is None else factor, rule)
         rule, fix = "be another one on a CPU", "run on a GPU"

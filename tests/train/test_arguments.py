@@ -139,7 +139,8 @@ def test_every_field_is_a_flag(capsys):
         ),
         (
             "--dispatcher alltoall-drop-pad --capacity-factor none",
-            "--capacity-factor must be a number up to .* alltoall-drop-pad, got 'none'$",
+            "--capacity-factor must be at most 4, which drops nothing, with --dispatcher "
+            "alltoall-drop-pad, got 'none'$",
         ),
         ("--exchange direct", "--padded-exchange must be auto or alltoall without several GPUs"),
         ("--trace traces --dispatcher allgather", "--padded-trace must be left out with --disp"),

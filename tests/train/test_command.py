@@ -136,11 +136,12 @@ def test_train_says_whether_the_loss_fell(monkeypatch, capsys, losses, code):
         ),
         (
             "--text SHORT --vs",
-            "^--seq-length must be less than the 7 bytes .*, got 24$",
+            "^--seq-length must be less than the 7 bytes to train on, or to evaluate on, got 24$",
         ),
         (
             "--vs --dispatcher alltoall-drop-pad --capacity-factor 4.1",
-            "^--capacity-factor must be a number up to 4, .*, got 4.1$",
+            "^--capacity-factor must be at most 4, which drops nothing, with --dispatcher "
+            "alltoall-drop-pad, got 4.1$",
         ),
         ("--vs --out /dev/null/r.json", "^--out must .*/dev/null"),
         ("--vs --vs --graph layer", "^--graph must be none on a CPU, got 'layer'; run on a GPU$"),

@@ -39,7 +39,8 @@ def test_files_come_in_the_order_of_their_names_and_are_split_by_them(tmp_path, 
     assert held_out.tobytes() == b"\0# notes.txt\n\0"
     with pytest.raises(ValueError, match=r"^--text must be a folder with Python files .*held"):
         load_corpus(str(tmp_path / "held"))
-    with pytest.raises(ValueError, match=r"^--seq-length must be less than the 9 bytes .*, got 9$"):
+    message = "^--seq-length must be less than the 9 bytes to train on, or to evaluate on, got 9$"
+    with pytest.raises(ValueError, match=message):
         Windows(np.zeros(9, np.uint8), 9, 1)
 
 
