@@ -64,7 +64,8 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
             context = start_processes(_work, work_args, nprocs=num_workers, join=False, daemon=True)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             assert context is not None
-            while not context.join(grace_period=_END_S):
+            # A signal that comes just before a wait is handled after it, so waits are short.
+            while not context.join(timeout=1.0, grace_period=_END_S):
                 pass
             return pickle.loads(Path(folder, "result").read_bytes())
         except ProcessExitedException as ended:
