@@ -43,7 +43,7 @@ from padded_dispatch.megatron.chunks import Chunk, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.experts import (
-    chosen_experts,
+    ChosenExperts,
     in_fp8,
     require_gradients_arrive,
     require_weights_stay,
@@ -63,10 +63,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     Creating one is a collective call of its groups' members.
 
     Args:
-        num_local_experts, local_expert_indices: what Megatron hands to every dispatcher.
         config: the TransformerConfig. Capacity and options are read here; other options raise in
             the first pass, other later changes have no effect.
         pg_collection: `ep` and `expt_tp` are used, and `pp` and `expt_dp` if it has them.
+        chosen: the result of `chosen_experts`.
 
     Attributes:
         packed: whether experts are `StackedExperts`.
@@ -81,7 +81,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         kept_inputs: nodes of the combined schedule whose inputs Megatron must not free.
     """
 
-    packed = False
     store: Store | None = None
     see_pass: Callable[[Tensor], None] | None = None
     kept_inputs: tuple[str, ...] = ("moe_dispatch", "mlp")
@@ -89,18 +88,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     place_SBK: Any = None
     kept_E: Any = None
 
-    def __init__(
-        self,
-        num_local_experts: int,
-        local_expert_indices: list[int],
-        config: Any,
-        pg_collection: Any = None,
-    ) -> None:
+    def __init__(self, config: Any, pg_collection: Any, chosen: ChosenExperts) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
+        self.packed = chosen.packed
         self.experts: Any = None  # Set by the layer.
         self._options = padded_options(config)
         self._pipeline = getattr(pg_collection, "pp", None)
-        chosen = chosen_experts(config)
         sizes = {"num_ranks": self.ep_size, "etp_size": self.tp_size}
         self.configs = LayerConfigs(config, capacity_pool=chosen.pool, **sizes)
         groups = self.ep_group, self.tp_group
@@ -273,7 +266,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     """The dispatcher of packed experts, which do the exchange themselves."""
 
-    packed = True
     kept_inputs = "moe_dispatch", "mlp", "moe_combine"
     _chunk: Chunk | None = None  # Lives as long as its layers.
     _numbers: Sequence[int] = ()  # of the layer's calls in the store, see `join`

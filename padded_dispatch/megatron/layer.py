@@ -54,8 +54,8 @@ def build(
     check_pipeline(config)
     guard.install(config)
     pg_collection = pg_collection or get_default_pg_collection()
-    packed, in_bf16 = chosen_experts(config).packed, nullcontext()
-    if packed and config.fp8 and config.fp8_param:  # Packed experts keep bf16 weights.
+    chosen, in_bf16 = chosen_experts(config), nullcontext()
+    if chosen.packed and config.fp8 and config.fp8_param:  # Packed experts keep bf16 weights.
         from transformer_engine.pytorch import fp8_model_init
 
         in_bf16 = fp8_model_init(enabled=False)
@@ -66,15 +66,14 @@ def build(
         patches.set(config, "use_transformer_engine_op_fuser", False)
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
-    if packed:
+    if chosen.packed:
         show_single_experts()
         layer.experts = StackedExperts(config, layer.experts, pg_collection)
         torch.cuda.empty_cache()  # Free the blocks of single weights, which are too small to reuse.
     # The spec's own experts get no NVTX range: Megatron's local CUDA graphs refuse modules with
     # forward pre-hooks, and a function set on the instance would follow the module into its copies.
-    dispatcher = (PackedTokenDispatcher if packed else CellTokenDispatcher)(
-        layer.num_local_experts, layer.local_expert_indices, config, pg_collection
-    )
+    made = PackedTokenDispatcher if chosen.packed else CellTokenDispatcher
+    dispatcher = made(config, pg_collection, chosen)
     if layer.use_shared_expert and layer.shared_expert_overlap:
         dispatcher.set_shared_experts(layer.shared_experts)
     dispatcher.experts = layer.experts

@@ -37,8 +37,8 @@ def parameters(function) -> list[str]:
 
 
 def test_dispatcher_methods_take_the_arguments_of_the_stock_ones():
-    """All versions call them by position; the names make a changed order visible."""
-    stock = vars(MoETokenDispatcher) | {"__init__": MoEAllGatherTokenDispatcher.__init__}
+    """All versions call them by position; names show a changed order. Our layer makes ours."""
+    stock = {name: value for name, value in vars(MoETokenDispatcher).items() if name != "__init__"}
     methods = {name: value for name, value in stock.items() if inspect.isfunction(value)}
     assert {"dispatch_preprocess", "token_combine", "set_shared_experts"} < methods.keys()
     for name, method in methods.items():
