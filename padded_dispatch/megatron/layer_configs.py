@@ -19,6 +19,7 @@ class LayerConfigs:
     Attributes:
         training: the config of training passes.
         evaluation: the config of evaluation passes.
+        fitting: the config of eager passes that drop nothing (`FIT`).
         has_context: whether the layer was last called with an `inference_context`.
         has_telemetry: whether a `Telemetry` reads what this layer drops.
         has_retry: whether a `Retry` repeats steps in which this layer drops.
@@ -49,7 +50,7 @@ class LayerConfigs:
         self.training = dataclasses.replace(config, capacity_factor=factor)
         self.evaluation = dataclasses.replace(config, capacity_factor=eval_factor)
         self._generation = dataclasses.replace(config, capacity_factor=NO_DROP)
-        self._fitting = dataclasses.replace(config, capacity_factor=FIT)
+        self.fitting = dataclasses.replace(config, capacity_factor=FIT)
 
     @property
     def current(self) -> DispatchConfig:
@@ -63,7 +64,7 @@ class LayerConfigs:
         if self.in_training:
             return self.training
         if eval_factor in (None, FIT) and self.generates:
-            return self._generation if capturing() else self._fitting
+            return self._generation if capturing() else self.fitting
         return self.training if eval_factor is None and capturing() else self.evaluation
 
     @property

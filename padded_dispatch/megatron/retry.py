@@ -16,7 +16,6 @@ run has the same experts and kernels. What a step changes, and how it is restore
 """
 
 import copy
-import dataclasses
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from padded_dispatch.config import FIT, require
+from padded_dispatch.config import require
 from padded_dispatch.counters import counts_in
 from padded_dispatch.megatron.compat import graph_scopes, logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
@@ -157,8 +156,7 @@ def dropping_nothing(layers: list[Any]) -> Iterator[None]:
     with Patches() as patches:
         for configs in (layer.token_dispatcher.configs for layer in layers):
             for name in ("training", "evaluation"):
-                fitting = dataclasses.replace(getattr(configs, name), capacity_factor=FIT)
-                patches.set(configs, name, fitting)
+                patches.set(configs, name, configs.fitting)
         yield
 
 
