@@ -10,7 +10,7 @@ from megatron.core.transformer import cuda_graphs
 
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron.compat import iteration_graph
-from padded_dispatch.megatron.layer_configs import LayerConfigs
+from padded_dispatch.megatron.config import LayerConfigs
 from tests.support import tiny
 
 
