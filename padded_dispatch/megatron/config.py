@@ -442,12 +442,15 @@ class LayerConfigs:
 
         Text generation drops nothing unless `eval_factor` is a number: sizes of eager passes follow
         from the routing, and a CUDA graph, in which the host can read nothing, has room for every
-        routing. Without `eval_factor`, evaluation in a graph has the config of training.
+        routing. It has an `inference_context`, or torch's inference mode: in Megatron's engines a
+        rank without a request computes for its peers without a context. Without `eval_factor`,
+        evaluation in a graph has the config of training.
         """
         eval_factor = self._options.eval_factor
         if self.in_training:
             return self.training
-        if eval_factor in (None, FIT) and self.generates:
+        generates = self.has_context or torch.is_inference_mode_enabled()
+        if eval_factor in (None, FIT) and generates:
             return self._generation if capturing() else self.fitting
         return self.training if eval_factor is None and capturing() else self.evaluation
 
@@ -455,15 +458,6 @@ class LayerConfigs:
     def in_training(self) -> bool:
         """True while the layer is in training mode, and before it has a router."""
         return self.router is None or self.router.training
-
-    @property
-    def generates(self) -> bool:
-        """True while the layer generates text.
-
-        It then gets an `inference_context`, or runs in torch's inference mode, as in Megatron's
-        engines, where a rank without a request computes for its peers without a context.
-        """
-        return not self.in_training and (self.has_context or torch.is_inference_mode_enabled())
 
     def check_on_overflow(self) -> None:
         """Raise if `on_overflow` asks for an object that is missing.

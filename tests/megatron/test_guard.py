@@ -70,9 +70,9 @@ def test_a_layer_learns_whether_it_generates_text(uninstalled):
     layer.forward = lambda *_, **__: None
     for one in (context, None, context):
         layer(torch.ones(LENGTH, 1, tiny.HIDDEN), inference_context=one, **given)
-        assert configs.generates == configs.has_context == (one is not None)
+        assert configs.has_context == (one is not None)
     layer.train()
-    assert not configs.generates
+    assert configs.current is configs.training
 
 
 def capture(runner: Any) -> None:
