@@ -73,11 +73,6 @@ def _is_cuda(value: Any = None) -> bool:
     return isinstance(value, int | str | torch.device) and torch.device(value).type == "cuda"
 
 
-def is_on_cpu() -> bool:
-    """Return whether this is inside `megatron_on_cpu()`."""
-    return torch.cuda.Stream is _Stream
-
-
 def check_device() -> None:
     """Raise if Megatron can run on no device here.
 
@@ -85,7 +80,7 @@ def check_device() -> None:
         ValueError: names `megatron_on_cpu`.
     """
     require(
-        torch.cuda.is_available() or is_on_cpu(),
+        torch.cuda.is_available() or torch.cuda.Stream is _Stream,  # In `megatron_on_cpu()`.
         "PyTorch",
         "none",
         "see a GPU",
