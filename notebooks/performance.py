@@ -40,7 +40,6 @@ def layers(ep: int, *, beside_stock: bool = True) -> Rows:
 
 def show_layers(rows: Rows) -> None:
     """Print the conditions of each run, and its table as `padded-dispatch bench` prints it."""
-    since = {"sustained_ms": None, "joules": None}  # Not in the oldest rows.
     for run in runs_of(rows):
         about = run[0]["about"]
         packages = ("megatron-core", "transformer-engine", "torch")
@@ -48,7 +47,7 @@ def show_layers(rows: Rows) -> None:
         command = re.sub(r" --out \S+", "", about["command"])
         print(f"{about['machine']}, {', '.join(named)}, {about['date']}")
         print(f"commit {readme_figures.commits(run)}: {command}\n")
-        print(report.table([since | row for row in run]))
+        print(report.table(run))
 
 
 def draw_layers(rows: Rows, x: str, label: str) -> None:
