@@ -36,7 +36,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import cuda_graphs, transformer_config
 from torch import Tensor
 
-from padded_dispatch.config import FIT
 from padded_dispatch.megatron import LayerGraphs, Retry
 from padded_dispatch.megatron.compat import (
     iteration_graph,
@@ -324,7 +323,7 @@ class Training:
         if model.never_drops:
             for _, layer in self.moe:
                 configs = layer.token_dispatcher.configs
-                configs.training = dataclasses.replace(configs.training, capacity_factor=FIT)
+                configs.training = configs.fitting
         self.optimizer = megatron_adam(self.chunks, ddp)
         if model.dtype == torch.float16:
             self.config.grad_scale_func = self.optimizer.scale_loss
