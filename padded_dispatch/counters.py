@@ -250,13 +250,11 @@ class Snapshot:
         return {
             name: max(_LARGEST[name], *of_layers[name]) if name in _LARGEST else figure
             for name, (figure,) in of_all.items()
-            if name != "layer"
         }
 
     def figures_of_layers(self) -> dict[str, list[float]]:
-        """Return the figures of each layer, 0 where nothing was counted.
+        """Return the figures of each layer of `layers_Y`, 0 where nothing was counted.
 
-        layer: its number.
         dropped: see `dropped_share`.
         expert_overload: demand for the busiest expert over the mean: 1 is perfect balance, E / K
             the worst.
@@ -276,7 +274,6 @@ class Snapshot:
         num_layers, num_ranks = self.idle_passes_YR.shape
         demand_YR = demand_YE.reshape(num_layers, num_ranks, -1).sum(2)
         columns = {
-            "layer": self.layers_Y,
             "dropped": self.dropped_share,
             "expert_overload": _ratio(demand_YE.max(1), demand_YE.mean(1)),
             "rank_overload": _ratio(demand_YR.max(1), demand_YR.mean(1)),

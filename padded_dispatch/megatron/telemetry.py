@@ -62,11 +62,9 @@ def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float
         figures = snapshot.figures()
         found |= {f"{prefix}/{name}": value for name, value in figures.items()}
         if figures and per_layer:
-            columns = snapshot.figures_of_layers()
-            numbers = columns.pop("layer")
-            for name, column in columns.items():
-                for number, value in zip(numbers, column, strict=True):
-                    found[f"{prefix}/{name}_layer_{int(number) - 1}"] = value
+            for name, column in snapshot.figures_of_layers().items():
+                for number, value in zip(snapshot.layers_Y, column, strict=True):
+                    found[f"{prefix}/{name}_layer_{number - 1}"] = value
     return found
 
 
