@@ -194,10 +194,9 @@ class Snapshot:
         top_k: K.
         totals_YW: `Counters.totals` of each layer, summed over sources; see `counts`.
         max_need_Y: the largest needs, see `Counters`.
+        num_ranks: R.
         share_rows_Y: rows of each layer's store in perfect balance, the sum of `config.share` over
             the layers that share the store; None with cells.
-        idle_passes_YR: for each rank of the expert-parallel group, passes in which its experts
-            received no row.
     """
 
     layers_Y: Ints
@@ -205,7 +204,7 @@ class Snapshot:
     share_rows_Y: Ints | None = None
     totals_YW: Ints
     max_need_Y: Ints
-    idle_passes_YR: Ints
+    num_ranks: int
 
     @property
     def counts(self) -> dict[str, Ints]:
@@ -271,14 +270,13 @@ class Snapshot:
         fill: kept rows per slot.
         """
         counts, demand_YE = self.counts, self.counts["demand_E"]
-        num_layers, num_ranks = self.idle_passes_YR.shape
-        demand_YR = demand_YE.reshape(num_layers, num_ranks, -1).sum(2)
+        demand_YR = demand_YE.reshape(len(demand_YE), self.num_ranks, -1).sum(2)
         columns = {
             "dropped": self.dropped_share,
             "expert_overload": _ratio(demand_YE.max(1), demand_YE.mean(1)),
             "rank_overload": _ratio(demand_YR.max(1), demand_YR.mean(1)),
             "needed_factor": self.needed_factor,
-            "idle_passes": self.idle_passes_YR.sum(1),
+            "idle_passes": counts["idle_passes"],
             "struck": counts["struck"],
             "unplaced": counts["num_unplaced"],
         }

@@ -63,15 +63,15 @@ def snapshot() -> Snapshot:
     counters.num_unplaced += 7
     counters.struck += torch.tensor([3], dtype=torch.int32).sum()
     counters.num_again += 5
+    counters.idle_passes += 2
     totals_W = counters.totals.numpy()
-    idle_passes_YR = np.array([[0, 2], [0, 0]])
     totals_YW = np.stack([totals_W, np.zeros_like(totals_W)])
     return Snapshot(
         layers_Y=np.array([3, 5]),
         top_k=K,
         totals_YW=totals_YW,
         max_need_Y=np.array([5, 0]),
-        idle_passes_YR=idle_passes_YR,
+        num_ranks=2,
     )
 
 

@@ -12,8 +12,7 @@ them is counted. A layer is on one pipeline stage only; ranks of other stages ad
 `on_overflow` is applied here: a reading with drops is logged, or ends the run. Without a
 `Telemetry`, `watch` logs drops.
 
-Letters: Y layers of the whole model, R ranks of the expert-parallel group, W columns of a layer's
-sums (its totals, then the idle passes of each rank).
+Letters: Y layers of the whole model, W totals of a layer.
 """
 
 import logging
@@ -213,9 +212,8 @@ class Reader:
         shares = [one.shares_per_token for one in settings.values()]
         self._shares_per_token = np.array([shares, own_shares], dtype=np.int64)
         self._read_step = 0
-        num_totals, num_ranks = self.settings.num_totals, self.settings.config.num_ranks
         # Training and evaluation, Y, W.
-        self._sums_shape = 2, len(self._layers), num_totals + num_ranks
+        self._sums_shape = 2, len(self._layers), self.settings.num_totals
         self._last_sums = np.zeros(self._sums_shape, dtype=np.int64)
         self._largest = np.zeros((2, len(self._layers)), dtype=np.int64)
 
@@ -244,13 +242,11 @@ class Reader:
         return Copy(step=step, sums=copies[0], largest=copies[1], arrived=arrived)
 
     def _put(self, sums: Tensor, totals: Tensor) -> None:
-        """Write the layers' totals, and their idle passes into this rank's column."""
-        num_totals, dispatcher = self.settings.num_totals, self._dispatchers[0]
-        rank = dist.get_rank(dispatcher.ep_group)
-        totals = totals.view(2, -1, num_totals)
+        """Write the layers' totals, without what other ranks count, too."""
+        dispatcher, totals = self._dispatchers[0], totals.view(2, -1, self.settings.num_totals)
         counts = counts_in(totals)
-        if dispatcher.tp_rank == 0:
-            sums[:, self._index, num_totals + rank] = counts["idle_passes"]
+        if dispatcher.tp_rank > 0:  # It receives the same rows as the first.
+            counts["idle_passes"].zero_()
         if not dispatcher.counts_kept:
             counts["kept_E"].zero_()
             counts["num_again"].zero_()
@@ -258,7 +254,9 @@ class Reader:
         # store count all sources, because its room is for the rows of all.
         is_first = parallel_state.get_tensor_model_parallel_rank() == 0
         if is_first or dispatcher.config.sequence_parallel or self.settings.shares_per_token:
-            sums[:, self._index, :num_totals] = totals
+            sums[:, self._index] = totals
+        else:
+            counts_in(sums)["idle_passes"][:, self._index] = counts["idle_passes"]
 
     def finish(self, copy: Copy) -> Snapshots:
         """Return snapshots of what was counted since the last ones; waits for the copy."""
@@ -297,8 +295,7 @@ class Reader:
             _log.warning("%s (warning %d)", words, self._num_warnings)
 
     def _snapshot(self, phase: int, sums: Ints, largest: Ints) -> Snapshot:
-        totals_YW, idle_YR = np.split(sums[phase], [self.settings.num_totals], axis=1)
-        rows_Y = None
+        totals_YW, rows_Y = sums[phase], None
         if self.settings.shares_per_token:
             counts = counts_in(totals_YW)
             rows_Y = self._shares_per_token[phase] * counts["num_positions"]
@@ -309,7 +306,7 @@ class Reader:
             share_rows_Y=rows_Y,
             totals_YW=totals_YW,
             max_need_Y=largest[phase],
-            idle_passes_YR=idle_YR,
+            num_ranks=self.settings.config.num_ranks,
         )
 
 
@@ -320,7 +317,7 @@ class LayerSettings:
     Only the factor and `shares_per_token` differ between the layers of a model.
 
     Attributes:
-        num_totals: W, without the idle passes.
+        num_totals: W.
         shares_per_token: that of the layer's dispatcher; 0 for cells.
         packed: whether the experts are packed, so that they can have a store.
     """

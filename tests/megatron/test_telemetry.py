@@ -281,7 +281,7 @@ def _over_two_ranks() -> tuple[Any, Any]:
         return snapshot, [(count.demand_E, count.kept_E, count.largest) for count in mine]
 
 
-def test_two_ranks_are_summed_and_idle_passes_belong_to_a_rank(pool2):
+def test_two_ranks_are_summed_also_their_idle_passes(pool2):
     (snapshot, first), (again, second) = pool2.run(_over_two_ranks)
     for y in range(2):
         assert snapshot.counts["demand_E"][y].tolist() == (first[y][0] + second[y][0]).tolist()
@@ -289,7 +289,7 @@ def test_two_ranks_are_summed_and_idle_passes_belong_to_a_rank(pool2):
         assert snapshot.max_need_Y[y] == max(first[y][2], second[y][2])
     assert np.array_equal(snapshot.counts["demand_E"], again.counts["demand_E"])
     assert snapshot.counts["num_passes"].tolist() == [6, 6]
-    assert snapshot.idle_passes_YR.tolist() == [[0, 0], [0, 3]]
+    assert snapshot.counts["idle_passes"].tolist() == [0, 3]
     assert snapshot.figures_of_layers()["rank_overload"][1] == 2.0
 
 
@@ -321,8 +321,10 @@ def _over_tensor_parallel_ranks() -> Any:
         chunk = model(1, tensor_model_parallel_size=2)
         telemetry = Telemetry([chunk])
         chunk.eval()
+        hidden = torch.ones(T, 1, tiny.HIDDEN)
         with torch.no_grad():
-            chunk(torch.ones(T, 1, tiny.HIDDEN))
+            chunk(hidden)
+            chunk[0](hidden, padding_mask=torch.ones(1, T, dtype=torch.bool))
         return telemetry.read().evaluation
 
 
@@ -346,4 +348,5 @@ def test_rows_that_are_computed_again_count_once_where_ranks_split_experts(pool2
 
 def test_tokens_that_tensor_parallel_ranks_share_count_once(pool2):
     for snapshot in pool2.run(_over_tensor_parallel_ranks):
-        assert snapshot.counts["num_positions"].tolist() == [T]
+        assert snapshot.counts["num_positions"].tolist() == [2 * T]
+        assert snapshot.figures()["idle_passes"] == 2  # Each has the experts once more.
