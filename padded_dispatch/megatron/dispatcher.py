@@ -127,14 +127,14 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             )
 
     @property
-    def shares_per_token(self) -> int | None:
-        """Rows per token, in perfect balance, of all layers that share room; None for cells.
+    def shares_per_token(self) -> int:
+        """Rows per token, in perfect balance, of all layers that share room; 0 for cells.
 
         A capacity factor is relative to this number.
         """
         config = self.configs.training
         if config.capacity_pool == "expert":
-            return None
+            return 0
         return config.share(1) if self.store is None else self.store.num_shares(1)
 
     @property
@@ -183,8 +183,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         routing_map, struck = self.exchange.strike(routing_map, probs, num_slots, config.policy)
         counters = None if struck is None else self._counters_now()
         if counters is not None and config.capacity_pool == "store":  # No row of cells is struck.
-            shares = self.shares_per_token if self.configs.in_training else None
-            counters.count_struck(**vars(struck), shares_per_token=shares or config.share(1))
+            shares = self.shares_per_token if self.configs.in_training else config.share(1)
+            counters.count_struck(**vars(struck), shares_per_token=shares)
         plan = make_plan(routing_map, top_k=config.top_k)
         self.expert_SBK = plan.expert_TK.view(*shape, -1)
         self.place_SBK = plan.place_TK.view(*shape, -1)

@@ -318,7 +318,7 @@ class LayerSettings:
 
     Attributes:
         num_totals: W.
-        shares_per_token: that of the layer's dispatcher; 0 for cells.
+        shares_per_token: that of the layer's dispatcher.
         packed: whether the experts are packed, so that they can have a store.
     """
 
@@ -336,7 +336,7 @@ class LayerSettings:
             config=dispatcher.configs.training,
             options=padded_options(layer.config),
             num_totals=len(dispatcher.counters.totals),
-            shares_per_token=dispatcher.shares_per_token or 0,
+            shares_per_token=dispatcher.shares_per_token,
             packed=dispatcher.packed,
         )
 
