@@ -209,6 +209,15 @@ class DispatchConfig:
         factor = max(factor, _STORE_FACTOR if self.capacity_pool == "store" else 0)
         return min(num_tokens, self.num_local_experts * self._slots(num_tokens, factor))
 
+    def kept_tokens(self, num_tokens: int, *, direct: bool) -> int:
+        """Return how many tokens a pass of T tokens keeps until backward.
+
+        Direct stores keep those of other ranks, collectives all slots; one source keeps none.
+        """
+        if direct or self.num_sources == 1:
+            return (self.num_sources - 1) * num_tokens
+        return self.num_sources * self.wire_slots(num_tokens)
+
     @property
     def _factor(self) -> float:
         factor = self.capacity_factor
@@ -221,13 +230,3 @@ class DispatchConfig:
 def row_bytes(fc1_width: float, element_size: int) -> float:
     """Return the bytes of a row in a store: fc1's result, its probability and its home address."""
     return fc1_width * element_size + 12
-
-
-def kept_tokens(num_sources: int, num_tokens: int, num_slots: int, *, direct: bool) -> int:
-    """Return how many tokens a pass of T tokens and P slots keeps until backward.
-
-    Direct stores keep the slots of other ranks, collectives those of all; one source keeps none.
-    """
-    if direct:
-        return (num_sources - 1) * max(num_tokens, num_slots)
-    return num_sources * num_slots if num_sources > 1 else 0

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig, kept_tokens, require, row_bytes
+from padded_dispatch.config import NO_DROP, DispatchConfig, require, row_bytes
 from padded_dispatch.counters import Counters, RoutingObserver
 from padded_dispatch.exchange import Wire, choose
 from padded_dispatch.exchange.agreement import Agreement
@@ -332,7 +332,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             width = self.experts.linear_fc1.weight.shape[1]
             store_gib = rows * row_bytes(width, itemsize) / 2**30
             slots, direct = config.wire_slots(num_tokens), self.exchange.kind == "direct"
-            kept = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)
+            kept = config.kept_tokens(num_tokens, direct=direct)
             tokens_gib = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30
             drops, in_cells = [], config.capacity_pool == "expert"
             if in_cells and (capacity := config.capacity(num_tokens)) < num_tokens:

@@ -19,14 +19,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import (
-    CapacityPool,
-    DispatchConfig,
-    in_hundredths,
-    kept_tokens,
-    require,
-    row_bytes,
-)
+from padded_dispatch.config import CapacityPool, DispatchConfig, in_hundredths, require, row_bytes
 from padded_dispatch.trace import TracedRun
 from padded_dispatch.tune.demand import Demand, most_tokens, strike
 
@@ -274,8 +267,8 @@ def kept_bytes(
     rows = config.store_rows(num_tokens, num_layers)
     bytes_of_row = row_bytes(fc1_width / config.etp_size, _ELEMENT_BYTES)
     choices = 8 * config.num_sources * num_tokens * config.top_k
-    direct, slots = config.etp_size == 1 and config.num_sources <= 8, config.wire_slots(num_tokens)
-    tokens = kept_tokens(config.num_sources, num_tokens, slots, direct=direct)
+    direct = config.etp_size == 1 and config.num_sources <= 8
+    tokens = config.kept_tokens(num_tokens, direct=direct)
     bytes_of_layer = choices + tokens * hidden_size * _ELEMENT_BYTES
     return round(rows * bytes_of_row) + num_layers * bytes_of_layer
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from padded_dispatch.config import kept_tokens
+from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.collectives import Arrived
 from padded_dispatch.exchange.direct import DirectStores
@@ -109,8 +109,11 @@ def forward(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Callable[[]
     wire = exchange.start(inputs.plan, inputs.tokens_TD, layer.slots or layer.tokens)
     arrived = wire.open(inputs.tokens_TD, inputs.prob_TK)
     num_local, like = layer.local_experts, inputs.tokens_TD
-    sizes = len(arrived.expert_SPK), layer.tokens, layer.slots or layer.tokens
-    assert kept_tokens(*sizes, direct=True) == arrived.values.rows_SPD[..., 0].numel()
+    if not layer.slots:
+        ranks = len(arrived.expert_SPK)
+        config = DispatchConfig(num_experts=num_local * ranks, top_k=1, num_ranks=ranks)
+        kept = config.kept_tokens(layer.tokens, direct=True)
+        assert kept == arrived.values.rows_SPD[..., 0].numel()
     segments = _segments(layer, arrived)
     num_rows = BASE + segments.num_rows
     prob_M = like.new_full((num_rows,), torch.nan, dtype=torch.float32)
