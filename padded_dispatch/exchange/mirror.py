@@ -107,8 +107,7 @@ class Mirror:
                 return rows
             # Close the other connections, too, so that ranks that wait for this one fail as well.
             self._gloo = None
-            seconds = _GRACE_S + _STORE_S
-            self._failure = _within(seconds, lambda: self._verdict(where, problem))
+            self._failure = _in_time(lambda: self._verdict(where, problem))
             self._failure = self._failure or self._absent_message(where, problem, _NO_STORE)
         raise AbsentRanksError(self._failure)
 
@@ -135,8 +134,7 @@ class Mirror:
         """Raise `AbsentRanksError` if a process has ended, with the same text on all ranks."""
         if self._failure or not self._ended():
             return
-        seconds = _GRACE_S + _STORE_S
-        message = _within(seconds, self._verdict_of_ended) or self._ended_message(self._ended())
+        message = _in_time(self._verdict_of_ended) or self._ended_message(self._ended())
         raise AbsentRanksError(message)
 
     def _verdict_of_ended(self) -> str:
@@ -311,8 +309,8 @@ def _format_ranks(ranks: list[int]) -> str:
     return f"ranks {', '.join(words)}"
 
 
-def _within(seconds: float, fn: Callable[[], str]) -> str:
-    """Return `fn()`, or "" if it raises or takes longer."""
+def _in_time(fn: Callable[[], str]) -> str:
+    """Return `fn()`, which asks the store, or "" if it raises or takes too long."""
     results: list[str] = []
 
     def work() -> None:
@@ -321,5 +319,5 @@ def _within(seconds: float, fn: Callable[[], str]) -> str:
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(_GRACE_S + _STORE_S)
     return results[0] if results else ""

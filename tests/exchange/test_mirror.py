@@ -19,8 +19,8 @@ from padded_dispatch.exchange.mirror import (
     AbsentRanksError,
     Mirror,
     _format_ranks,
+    _in_time,
     _wait,
-    _within,
     absent_ranks_named,
     mirror_of,
     time_limit,
@@ -181,7 +181,7 @@ def test_the_time_limit_is_that_of_the_process_group(pool2):
         assert given == 33.0 and default > 33.0
 
 
-def test_the_store_is_not_waited_for():
+def test_the_store_is_not_waited_for(monkeypatch):
     answered = threading.Event()
 
     def never() -> str:
@@ -189,16 +189,19 @@ def test_the_store_is_not_waited_for():
         return "late"
 
     before = set(threading.enumerate())
-    assert _within(0.01, never) == ""
+    with monkeypatch.context() as patched:
+        patched.setattr(mirror_module, "_GRACE_S", 0.0)
+        patched.setattr(mirror_module, "_STORE_S", 0.01)
+        assert _in_time(never) == ""
     (waiting,) = set(threading.enumerate()) - before
     assert waiting.daemon  # Nor does a process that wants to end wait for it.
     answered.set()
-    assert _within(60.0, lambda: "words") == "words"
+    assert _in_time(lambda: "words") == "words"
 
     def fail() -> str:
         raise RuntimeError("the store is gone")
 
-    assert _within(60.0, fail) == ""
+    assert _in_time(fail) == ""
 
 
 def _mirrors_and_rows() -> tuple[list[bool], list[int]]:
