@@ -33,9 +33,10 @@ def rendezvous(monkeypatch) -> Mock:
     return found
 
 
-def group_of(size: int = 2, limit_s: float = 45) -> Any:
-    group = Mock(group_name="0", **{"size.return_value": size})
-    group._get_backend.return_value.options._timeout = timedelta(seconds=limit_s)
+def group_of_two() -> Any:
+    """Return a group whose collectives may take 45 s."""
+    group = Mock(group_name="0", **{"size.return_value": 2})
+    group._get_backend.return_value.options._timeout = timedelta(seconds=45)
     return group
 
 
@@ -45,7 +46,7 @@ def test_peaks_count_symmetric_memory_for_all_that_use_it(monkeypatch, rendezvou
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", Mock())
     monkeypatch.setattr(symmetric_memory, "_require_room", Mock())
     monkeypatch.setattr(PeerMemory, "addresses", Mock())
-    group, found = group_of(), []
+    group, found = group_of_two(), []
     sizes: Any = {"top_k": 2, "num_local_experts": 1, "width": 2**20, "dtype": torch.bfloat16}
     for num_slots in (64, 64, 128, 64, None):  # The last one has no direct stores.
         symmetric_memory.reset_peaks()
@@ -58,7 +59,7 @@ def test_peaks_count_symmetric_memory_for_all_that_use_it(monkeypatch, rendezvou
 
 
 def test_a_barrier_waits_as_long_as_a_collective_of_the_group(rendezvous):
-    PeerMemory(group_of(limit_s=45), 1, CPU).barrier()
+    PeerMemory(group_of_two(), 1, CPU).barrier()
     rendezvous.return_value.barrier.assert_called_once_with(channel=0, timeout_ms=45_000)
 
 
@@ -110,7 +111,7 @@ def machine(monkeypatch, rendezvous) -> SimpleNamespace:
 
 def obstacle(*, over_nvlink: bool) -> str:
     """Return what all ranks raise; "" if they raise nothing."""
-    group = group_of()
+    group = group_of_two()
     try:
         assert check_group(group, over_nvlink=over_nvlink) is group
     except ValueError as error:

@@ -24,9 +24,9 @@ def lives(pid: int) -> bool:
         return False
 
 
-def living_after(pids: Iterable[int], limit_s: float) -> list[int]:
-    """Wait until processes have ended; return those that live after the time limit."""
-    deadline = time.monotonic() + limit_s
+def still_living(pids: Iterable[int]) -> list[int]:
+    """Wait until processes have ended; return those that live after a minute."""
+    deadline = time.monotonic() + 60
     while (left := [pid for pid in pids if lives(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left

@@ -25,9 +25,9 @@ from tests.support.traces import synthetic_trace
 SIZES = dict(num_steps=40, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
 
 
-def studied(*, kind="lognormal", name="zipf <b>", **given):
-    trace = synthetic_trace(kind, **SIZES, seed=1)
-    return study(demand_of(trace), name=name, **given)
+def studied(**given):
+    trace = synthetic_trace("lognormal", **SIZES, seed=1)
+    return study(demand_of(trace), name="zipf <b>", **given)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from padded_dispatch.utils import launch
 from padded_dispatch.utils.launch import start_processes, start_workers
-from tests.support.processes import ENVIRONMENT, living_after, workers_of
+from tests.support.processes import ENVIRONMENT, still_living, workers_of
 
 
 def job(how: str) -> Any:
@@ -171,7 +171,7 @@ def test_a_signal_ends_all_processes(tmp_path, where, number):
     killed = number == signal.SIGKILL
     assert process.returncode == (-number if killed else 128 + number)
     assert stderr == ("" if killed else f"{number.name}: stopping all workers\n")
-    assert living_after(workers, 60) == []
+    assert still_living(workers) == []
 
 
 def test_a_reader_that_has_gone_ends_no_work():
