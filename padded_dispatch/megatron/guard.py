@@ -295,7 +295,7 @@ def _wrap_iteration(run: Callable[..., Any]) -> Callable[..., Any]:
         results = run(wrapper, *args, **kwargs)
         # Not in the loader: reading counters is collective, and ranks without data do not load.
         if not kwargs["forward_only"] and wrapper.cuda_graph["training"] is not None:
-            watch.see_iteration()
+            watch.see_iteration(kwargs["model"])
         return results
 
     return seen_iteration

@@ -18,7 +18,13 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from padded_dispatch.megatron.chunks import num_repeats
 from padded_dispatch.megatron.compat import captures_iteration, capturing
-from padded_dispatch.megatron.telemetry import Copy, LayerSettings, Reader, by_number
+from padded_dispatch.megatron.telemetry import (
+    Copy,
+    LayerSettings,
+    Reader,
+    by_number,
+    padded_moe_layers,
+)
 from padded_dispatch.utils.phases import trains
 
 
@@ -41,10 +47,15 @@ class Watch:
         self.log_arrived()
 
     def accepts(self, layer: Any) -> bool:
-        """Return whether a layer may join: it has the same config and group, in the first step."""
+        """Return whether a layer may join, in the first step: one behind the first in its model.
+
+        Its config and group are the same, and its number is larger. Another model may have been
+        deleted without a whole step; ranks do not collect it at the same time.
+        """
         first, ep_group = self.layers[0], layer.token_dispatcher.ep_group
         same = layer.config is first.config and ep_group is first.token_dispatcher.ep_group
-        return same and self.num_steps == 0
+        later = min(by_number([layer])) > min(by_number([first]))
+        return same and later and self.num_steps == 0
 
     def see_pass(self, hidden_states: Any) -> None:
         """Count a training pass of the first layer; of a recomputed pass, only the second run.
@@ -104,8 +115,8 @@ class Watch:
             self._reader.follow(self._reader.finish(self._pending.popleft()))
 
 
-# All watches, in the order of their creation, which is equal on all ranks. Dispatchers keep them.
-# The next layer may join the last one.
+# All watches, in the order of their creation. Dispatchers keep them. The next layer may join the
+# last one.
 _watches: "weakref.WeakKeyDictionary[Watch, None]" = weakref.WeakKeyDictionary()
 
 
@@ -124,10 +135,14 @@ def see_pass(moe: Any, hidden_states: Any) -> None:
         watch.see_pass(hidden_states)
 
 
-def see_iteration() -> None:
-    """End the step of all watches after the replay of the process's graph of a whole step."""
-    for watch in list(_watches):
-        if captures_iteration(watch.layers[0].config):
+def see_iteration(model: Any) -> None:
+    """End the step of a model's watches after the replay of its graph of a whole step.
+
+    Reading is collective, so it leaves out deleted models, which ranks collect at different times.
+    """
+    layers = padded_moe_layers(model if isinstance(model, list) else [model]).values()
+    for watch in dict.fromkeys(vars(layer.token_dispatcher).get("watch") for layer in layers):
+        if watch is not None and captures_iteration(watch.layers[0].config):
             if watch._num_left == 0:  # The eager step before, if no hook has ended it.
                 watch.num_steps += 1
             watch.end_step()

@@ -138,7 +138,7 @@ def test_the_replay_of_a_step_is_seen_on_ranks_without_data(uninstalled, monkeyp
     seen = []
     graph = SimpleNamespace(replay=lambda: seen.append("replay"))
     graphs = {"training": None, "validation": graph}
-    monkeypatch.setattr(guard.watch, "see_iteration", lambda: seen.append("step"))
+    monkeypatch.setattr(guard.watch, "see_iteration", lambda model: seen.append("step"))
     monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", graphs)
     for name in ("curr_iteration", "result"):
         monkeypatch.setattr(FullCudaGraphWrapper, name, {"training": 0, "validation": 0})

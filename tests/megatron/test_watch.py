@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch.megatron import Telemetry, watch
@@ -241,18 +242,30 @@ def test_a_layer_ends_with_its_graph(experts):
         assert alive() is None
 
 
-def test_a_replay_is_read_in_one_order_by_all_ranks(monkeypatch):
-    """That in which layers of several configs first ran: reading is collective."""
+def test_a_replay_is_read_in_one_order_by_all_ranks_and_of_its_model_alone(monkeypatch):
+    """Reading is collective. Another model may have been deleted, and collected on some ranks."""
     ended: list[Any] = []
     monkeypatch.setattr(watch.Watch, "end_step", lambda self: ended.append(self))
     monkeypatch.setattr(watch, "captures_iteration", lambda config: True)
     with tiny.one_process():
-        layers = [tiny.padded_layer() for _ in range(8)]
+        layers = [tiny.padded_layer(number, num_layers=8) for number in range(1, 9)]
         for layer in reversed(layers):
             layer(torch.randn(8, 1, tiny.HIDDEN))
-        watch.see_iteration()
-    first_ran = [layer.token_dispatcher.watch for layer in reversed(layers)]
-    assert [one for one in ended if one in first_ran] == first_ran
+        watch.see_iteration([nn.ModuleList(layers[:5]), nn.ModuleList([*layers[5:7], nn.Tanh()])])
+        watch.see_iteration(layers[7])
+    assert ended == [layer.token_dispatcher.watch for layer in layers]
+
+
+def test_a_model_after_one_of_its_config_that_had_no_whole_step_is_watched_by_itself():
+    """Else ranks that have collected the earlier one would read alone."""
+    with tiny.one_process():
+        config = tiny.config(moe_expert_capacity_factor=0.5, experts="module", num_layers=2)
+        trial, *layers = [tiny.layer(config, number, padded=True) for number in (1, 1, 2)]
+        for layer in (trial, *layers):  # The trial has no backward.
+            hidden = layer(torch.randn(8, 1, tiny.HIDDEN, requires_grad=True))[0]
+        hidden.sum().backward()
+        first, second = (layer.token_dispatcher.watch for layer in layers)
+        assert first is second and first.layers == layers and trial.token_dispatcher.watch != first
 
 
 def test_the_last_step_before_a_replay_counts_where_its_input_gets_no_gradient(caplog, monkeypatch):
@@ -260,7 +273,7 @@ def test_the_last_step_before_a_replay_counts_where_its_input_gets_no_gradient(c
         layer = tiny.padded_layer(moe_expert_capacity_factor=0.5)
         monkeypatch.setattr(watch, "captures_iteration", lambda config: config is layer.config)
         layer(torch.randn(8, 1, tiny.HIDDEN))
-        watch.see_iteration()
+        watch.see_iteration(layer)
     assert "found no room in steps 1 to 2 (" in said(caplog)[0]
 
 
