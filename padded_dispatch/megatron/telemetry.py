@@ -15,6 +15,7 @@ them is counted. A layer is on one pipeline stage only; ranks of other stages ad
 Letters: Y layers of the whole model, W totals of a layer.
 """
 
+import dataclasses
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -106,7 +107,8 @@ class Telemetry:
 
     Raises:
         ValueError: if `chunks` is no list of modules, no rank has a layer with the padded
-            dispatcher, `layer_factors` names a layer without it, or `every` is below 1.
+            dispatcher, `layer_factors` names a layer without it, `every` is below 1, or ranks
+            differ in an argument or in an option.
     """
 
     def __init__(self, chunks: list[Any], *, every: int = 10, step: int = 0) -> None:
@@ -115,9 +117,17 @@ class Telemetry:
         local = padded_moe_layers(chunks)
         self._every, self._first, self._step = every, step + 1, step
         local_settings = {number: LayerSettings.of(layer) for number, layer in local.items()}
-        all_settings: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_settings, local_settings)
-        merged = {number: value for part in all_settings for number, value in part.items()}
+        arguments = {"every": every, "step": step}
+        for one in local_settings.values():
+            arguments |= dataclasses.asdict(one.options)
+        given: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(given, (arguments, local_settings))
+        # Replicas and stages of a pipeline, too, must make the same calls, and do the same after.
+        for name in dict.fromkeys(name for of_rank, _ in given for name in of_rank):
+            values = {rank: one[name] for rank, (one, _) in enumerate(given) if name in one}
+            alike = len({*map(str, values.values())}) == 1
+            require(alike, name, values, "be the same on all ranks", "set one of these values")
+        merged = {number: value for _, part in given for number, value in part.items()}
         settings = {number: merged[number] for number in sorted(merged)}
         if not settings:
             raise ValueError(
@@ -134,6 +144,7 @@ class Telemetry:
             require(applies, "layer_factors", factors, rule, f"leave out layer {number}")
         logs, device = dist.get_rank() == 0, device_of(chunks)
         self._reader = Reader(local, settings, [None], device, logs=logs)
+        self.settings = self._reader.settings
         for layer in local.values():
             layer.token_dispatcher.configs.has_telemetry = True
         self._reader.finish(self._reader.start(step))

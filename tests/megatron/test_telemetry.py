@@ -315,6 +315,29 @@ def test_every_stage_sees_all_layers_and_raises_their_errors(pool2):
     assert snapshot.counts["num_passes"].tolist() == [1, 1]
 
 
+def _differs(name: str, values: tuple[Any, Any]) -> str:
+    """Return the error of replicas, or of stages of a pipeline, whose first one has no layer."""
+    given = {name: values[dist.get_rank()]}
+    arguments = {name: given.pop(name) for name in ("every", "step") if name in given}
+    with parity.megatron("cpu"):
+        chunk = model(*([] if arguments and dist.get_rank() == 0 else [1]), **given)
+        with pytest.raises(ValueError) as error:
+            Telemetry([chunk], **arguments)
+        return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("every", (2, 3)), ("step", (0, 40)), ("on_overflow", ("warn", "retry"))],
+)
+def test_ranks_that_differ_all_raise_the_same_error(pool2, name, values):
+    """Else one would read, or end the run, while the others are in another collective."""
+    first, second = pool2.run(_differs, name, values)
+    shown = dict(enumerate(values))
+    assert first == second
+    assert first == f"{name} must be the same on all ranks, got {shown}; set one of these values"
+
+
 def _over_tensor_parallel_ranks() -> Any:
     sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     with parity.megatron("cpu", **sizes):
