@@ -29,7 +29,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.config import is_ours, last_layer, padded_options
+from padded_dispatch.megatron.config import is_ours, last_layer
 from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
@@ -60,8 +60,10 @@ class _Run:
         self._training = training
         self._args = args = training.get_args()
         config: Any = get_model_config(chunks[0])
+        # It knows the layers of other stages, too, so what they do not support all ranks refuse.
+        self._telemetry = Telemetry(chunks, every=args.log_interval, step=step)
         fixes = {"tokens_per_expert": "set --padded-trace FOLDER to record what routers choose"}
-        if any(layer.token_dispatcher.packed for layer in padded_moe_layers(chunks).values()):
+        if self._telemetry.settings.packed:
             fix, field = "set --padded-experts module", "rl_inference_expert_model_parallel_size"
             fixes |= {"activations": fix, "dgrads": fix}
             size = getattr(args, field, None)
@@ -77,9 +79,8 @@ class _Run:
             interval = getattr(args, field, None)
             rule = "be left out: it reads the rows of experts' linears, which are padded or none"
             require(interval is None, flag(field), interval, rule, fix)
-        self._options = padded_options(config)
+        self._options = self._telemetry.settings.options
         self._step = step
-        self._telemetry = Telemetry(chunks, every=args.log_interval, step=step)
         self._num_microbatches = get_num_microbatches()
         self._recorder = self._record(config, step)
         if self._recorder is not None:  # Close it also after an error, and when the process ends.
@@ -268,14 +269,13 @@ class _Loop:
     def _run_of(self, chunks: list[Any], optimizer: Any, steps_done: int) -> _Run | None:
         """Return the run of a model, a new one for another model; None without padded layers.
 
-        A dense model may have our dispatcher's name in its config. With `padded_spec`, the config
-        of a pipeline stage without a padded layer does not show the others', so ranks exchange it.
+        A dense model may have our dispatcher's name in its config. The config of a pipeline stage
+        without a padded layer need not show the others', so ranks exchange it.
         """
         if self._chunks is not chunks:
             config: Any = get_model_config(chunks[0])
             are_ours = [False] * dist.get_world_size()
-            if config.num_moe_experts is not None:
-                dist.all_gather_object(are_ours, is_ours(config))
+            dist.all_gather_object(are_ours, config.num_moe_experts is not None and is_ours(config))
             run = None
             if any(are_ours):
                 require_own_weights(chunks, optimizer)
@@ -318,6 +318,10 @@ def record_routing(
     """
     layers = padded_moe_layers(chunks)
     model: Any = get_model_config(chunks[0])
+    for name, once in (("mlp_chunks_for_training", 1), ("mtp_use_repeated_layer", False)):
+        times = getattr(model, name, None) or once
+        rule = f"be {once} with a trace, which has a record of each layer and micro-batch"
+        require(times == once, name, times, rule, "leave out one of the two")
     num_layers = -(-last_layer(model) // model.pipeline_model_parallel_size)
     apart = steps_apart(
         every,
@@ -336,10 +340,6 @@ def record_routing(
     rule = "start before layers are captured, because a graph holds what is recorded"
     fix = "set cuda_graph_warmup_steps to 1 or more"
     require(not captured, "trace", str(folder), rule, fix)
-    for name, once in (("mlp_chunks_for_training", 1), ("mtp_use_repeated_layer", False)):
-        times = getattr(model, name, None) or once
-        rule = f"be {once} with a trace, which has a record of each layer and micro-batch"
-        require(times == once, name, times, rule, "leave out one of the two")
     dispatcher = next(iter(layers.values())).token_dispatcher
     config, collectives = dispatcher.configs.current, dispatcher.exchange.kind == "alltoall"
     num_sources = dispatcher.ep_size * dispatcher.tp_size

@@ -5,6 +5,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from padded_dispatch.megatron.stacked_linear import require_own_weights
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from padded_dispatch.utils.logs import log_once
 from tests.megatron.test_telemetry import T, model, watch
-from tests.support import tiny
+from tests.support import parity, tiny
 from tests.support.training import RETRIED, Training, draws, forward, world
 
 MODULE = "megatron.training.training"
@@ -254,6 +255,8 @@ def _follows(rank_of_layers: int | None) -> bool:
     config = SimpleNamespace(moe_token_dispatcher_type="alltoall", num_moe_experts=2)
     if dist.get_rank() == rank_of_layers:
         config.has_padded_layers = True
+    else:  # An encoder, for example.
+        config.num_moe_experts = None
     with (
         patch.object(megatron_lm, "_Run", lambda *given, **named: True),
         patch.object(megatron_lm, "require_own_weights", lambda *given: None),
@@ -265,6 +268,32 @@ def test_a_stage_without_layers_follows_those_that_have_some(pool2):
     """What follows calls collectives."""
     assert pool2.run(_follows, 1) == [True, True]
     assert pool2.run(_follows, None) == [False, False]
+
+
+def _refused_on_stages(folder: Path) -> list[str]:
+    """Return the errors of a stage with a layer, or without one, of a pipeline of two."""
+    words, sizes = [], {"num_layers": 2, "pipeline_model_parallel_size": 2}
+    args = SimpleNamespace(save_activations_interval=10, log_interval=2)
+    steps: Any = {"num_microbatches": 1, "every": 1, "steps_done": 0, "num_steps": 3}
+    with parity.megatron("cpu", pipeline_model_parallel_size=2):
+        layer = model(2, experts="packed", pipeline_dtype=torch.float32, **sizes)
+        chunks = [dense(layer.config) if dist.get_rank() == 0 else layer]
+        chunks[0].config.mlp_chunks_for_training = 2
+        for start in (
+            lambda: megatron_lm._Run(SimpleNamespace(get_args=lambda: args), chunks, step=0),
+            lambda: record_routing(chunks, folder, num_tokens=T, **steps),
+        ):
+            with pytest.raises(ValueError) as error:
+                start()
+            words.append(str(error.value))
+    return words
+
+
+def test_what_a_layer_does_not_support_is_refused_on_stages_without_layers_too(pool2, tmp_path):
+    first, second = pool2.run(_refused_on_stages, tmp_path)
+    assert first == second
+    assert first[0].startswith("--save-activations-interval must be left out: ")
+    assert first[1].startswith("mlp_chunks_for_training must be 1 with a trace")
 
 
 def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, monkeypatch, caplog):
@@ -418,9 +447,9 @@ def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):
     assert (trace.run.num_experts, trace.run.num_ranks, set(trace.ranks.tolist())) == (4, 1, {0})
 
 
-def dense() -> nn.Module:
+def dense(config: Any = None) -> nn.Module:
     stage = nn.Linear(2, 2)
-    stage.config = model(1).config
+    stage.config = config or model(1).config
     return stage
 
 
