@@ -187,11 +187,10 @@ def timed(run: Callable[[int], object], *, iterations: int, device: torch.device
     work()
     seconds, after = time.perf_counter() - start, joules(device)
     (sustained,) = _slowest([seconds / iterations * 1e3], device)
-    used = None
-    if before is not None and after is not None:
-        mean = torch.tensor((after - before) / iterations, device=device)
-        dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-        used = round(mean.item(), 4)
+    used = math.nan if before is None or after is None else (after - before) / iterations
+    mean = torch.tensor(used, device=device)
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)  # Also if this GPU alone does not tell its energy.
+    used = None if mean.isnan() else round(mean.item(), 4)
     return dataclasses.replace(timing, sustained_ms=sustained, joules=used)
 
 

@@ -48,7 +48,8 @@ def test_sustained_time_and_energy_are_those_of_the_second_second(monkeypatch):
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=seconds, sleep=rests.append))
     tensor = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda given, device: tensor(given))
-    monkeypatch.setattr(measure.dist, "all_reduce", lambda tensor, op: None)
+    reduced = []
+    monkeypatch.setattr(measure.dist, "all_reduce", lambda tensor, op: reduced.append(op))
     gpu = torch.device("cuda", 0)
     found = measure.timed(runs.append, iterations=1, device=gpu)
     assert found.samples_ms == [100] * 5 and found.sm_mhz == [1974, 1973, 1972, 1971, 1970]
@@ -56,6 +57,8 @@ def test_sustained_time_and_energy_are_those_of_the_second_second(monkeypatch):
     assert len(runs) == 5 + 5 + 20 and runs[-10:] == list(range(10))
     assert (found.sustained_ms, found.joules) == (125, 50)
     assert rests == [0.5] * 5
+    of_all_ranks = list(reduced)
     monkeypatch.setattr(measure, "_nvml", lambda index: None)
     found = measure.timed(runs.append, iterations=1, device=gpu)
     assert (found.sustained_ms, found.joules, found.sm_mhz) == (125, None, None)
+    assert reduced == 2 * of_all_ranks  # Other ranks may have the library.
