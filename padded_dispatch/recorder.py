@@ -19,6 +19,7 @@ Letters: M micro-batches of a step; T tokens; K experts per token; E experts.
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import BinaryIO
@@ -125,6 +126,7 @@ class TraceRecorder:
         self._path, self._run, self._rank = path, run, rank
         self._buffers = buffers
         self._file: BinaryIO | None = None
+        self._ended = False
         # Copies on a CPU are synchronous and need neither pinned memory nor an event.
         pinned = next(iter(buffers.values())).ids_MTK.is_cuda
         self._copies = [
@@ -137,7 +139,7 @@ class TraceRecorder:
     def step(self, number: int) -> None:
         """Copy the buffers if the step is recorded; call it after each step, on its stream."""
         self._write_pending()
-        if number % self.every == 0:
+        if number % self.every == 0 and not self._ended:
             for copies, buffer in zip(self._copies, self._buffers.values(), strict=True):
                 for copy, tensor in zip(copies, buffer.tensors(), strict=True):
                     copy.copy_(tensor, non_blocking=True)
@@ -152,23 +154,33 @@ class TraceRecorder:
             self._file.close()
 
     def _write_pending(self) -> None:
-        """Write the pending step."""
+        """Write the pending step; if that fails, as on a full disk, end the trace and not the run.
+
+        Nothing may follow a part of a step in a file: see `padded_dispatch.trace`.
+        """
         if self._pending is None:
             return
+        number, self._pending = self._pending, None
         if self._arrived is not None:
             self._arrived.synchronize()
-        if self._file is None:
-            self._file = self._path.open("wb")
         ids_NTK, probs_NTK = (torch.cat(parts).numpy() for parts in zip(*self._copies, strict=True))
         num_records = len(ids_NTK)
         layers = np.repeat(np.array([*self._buffers], np.int32), num_records // len(self._buffers))
         step = Trace(
             run=self._run,
-            steps=np.full(num_records, self._pending, np.int64),
+            steps=np.full(num_records, number, np.int64),
             layers=layers,
             ranks=np.full(num_records, self._rank, np.int32),
             ids_NTK=ids_NTK,
             probs_NTK=probs_NTK,
         )
-        append(step, self._file)
-        self._pending = None
+        try:
+            if self._file is None:
+                self._file = self._path.open("wb")
+            append(step, self._file)
+        except OSError as error:
+            self._ended = True
+            with suppress(OSError):
+                self.close()
+            line = f"the trace ends before step {number}: {self._path} cannot be written ({error})"
+            log_once(line, logging.WARNING)

@@ -4,7 +4,7 @@ A record is one forward pass of one layer on one source rank: one micro-batch of
 with several micro-batches has several records of a (layer, rank), in their order. A token's expert
 ids are in ascending order, then -1.
 
-A file is a sequence of NumPy arrays, one for each recorded step, each written by `np.save`. An
+A file is a sequence of NumPy arrays, one for each recorded step, as `np.save` writes them. An
 array's elements are records of fixed size, with the fields `step layer rank`, `_RUN_FIELDS`,
 `probs ids`. Reading unpickles nothing. A last array that a killed process left incomplete is
 skipped.
@@ -234,7 +234,9 @@ def append(part: Trace, file: BinaryIO) -> None:
         value = getattr(part.run, name)
         records[name] = _CODED_FIELDS[name].index(value) if name in _CODED_FIELDS else value
     records["probs"], records["ids"] = part.probs_NTK, part.ids_NTK
-    np.save(file, records, allow_pickle=False)
+    # Not `np.save`: on a full disk it may leave out the end of a small array without an error.
+    npy.write_array_header_1_0(file, npy.header_data_from_array_1_0(records))
+    file.write(records.data)
     file.flush()
 
 

@@ -108,6 +108,26 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path, monkeyp
         steps_apart(2, steps_done=0, num_steps=6, **sizes)
 
 
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch, caplog):
+    """What was written before stays readable, also if there is room again later."""
+    recorder = TraceRecorder(tmp_path / "trace.npy", RUN, {1: buffer()}, rank=3, every=1)
+
+    def write(step, file):
+        append(step, file)
+        if step.steps[0] == 3:
+            file.truncate(file.tell() - 100)
+            raise OSError(28, "No space left on device")
+
+    append = module.append
+    monkeypatch.setattr(module, "append", write)
+    for number in range(1, 6):
+        recorder.step(number)
+    recorder.close()
+    assert sorted(set(load_traces([tmp_path]).steps.tolist())) == [1, 2]
+    (line,) = caplog.messages
+    assert line.startswith("the trace ends before step 3: ") and "No space left on device" in line
+
+
 def test_probabilities_that_a_trace_cannot_hold():
     map_TE, probs_TE = microbatch(0)
     with pytest.raises(ValueError, match=r"probs_TE.dtype must .*; .* moe_router_dtype='fp32'"):

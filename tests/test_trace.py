@@ -6,12 +6,15 @@ Parts of a recording come together again, also after a run that was killed or re
 import io
 import os
 import pickle
+import resource
 
 import numpy as np
 import pytest
 
 from padded_dispatch.trace import HEADER_BYTES, Trace, TracedRun, append, load_traces, merge
 from tests.support.traces import equal, of_run, save, small_trace, traced_run
+
+FILE_SIZE = resource.RLIMIT_FSIZE
 
 
 def run(**changes) -> TracedRun:
@@ -118,6 +121,19 @@ def test_a_killed_process_leaves_the_steps_before(tmp_path):
         assert equal(load_traces([tmp_path]), other)
         with pytest.raises(ValueError, match=r"rank-1\.npy must hold a recorded step .*, got none"):
             load_traces([path])
+
+
+def test_a_disk_that_has_no_room_for_the_end_of_a_step_is_an_error(tmp_path):
+    whole, path, (limit, most) = recorded(), tmp_path / "trace.npy", resource.getrlimit(FILE_SIZE)
+    with path.open("wb") as file:
+        append(whole, file)
+        room = file.tell() - 1
+    with path.open("wb") as file, pytest.raises(OSError):
+        resource.setrlimit(FILE_SIZE, (room, most))
+        try:
+            append(whole, file)
+        finally:
+            resource.setrlimit(FILE_SIZE, (limit, most))
 
 
 def test_files_and_folders_are_merged(tmp_path):
