@@ -241,6 +241,7 @@ def check_group(group: dist.ProcessGroup | None, *, over_nvlink: bool) -> dist.P
                 f"other, got {obstacle}; set exchange='alltoall'"
             )
     assert group is not None
+    _shared.setdefault(group, ([], []))  # Known once all have mapped memory: see `_trial`.
     return group
 
 
@@ -304,7 +305,6 @@ def _trial(group: dist.ProcessGroup) -> str:
         PeerMemory(group, _TRIAL_BYTES, torch.device("cuda", torch.cuda.current_device()))
     except RuntimeError as error:
         return f"{str(error).splitlines()[0]!r} from an attempt to map memory"
-    _shared[group] = [], []
     return ""
 
 

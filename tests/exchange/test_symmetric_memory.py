@@ -182,6 +182,17 @@ def test_an_attempt_decides_where_processes_see_one_gpu(machine, rendezvous):
         assert obstacle(over_nvlink=True).startswith(f"{words}; set")
 
 
+def test_ranks_try_again_together_where_one_of_them_had_failed(machine, rendezvous):
+    """A rank that has mapped memory, and would not try again, would leave its peers waiting."""
+    group = group_of_two()
+    for machine.other in (["", "not mapped"], ["", "not mapped"]):
+        with pytest.raises(ValueError, match="not mapped"):
+            check_group(group, over_nvlink=True)
+    for _ in range(2):
+        check_group(group, over_nvlink=True)
+    assert rendezvous.call_count == 3
+
+
 @pytest.mark.parametrize(
     ("error", "atomics", "linked"), [(0, 1, True), (0, 0, False), (1, 1, False)]
 )
