@@ -113,9 +113,14 @@ def _work(
     try:
         result = fn(*args)
     except BaseException:
-        Path(folder, f"error-{rank}").write_text(traceback.format_exc())
-        sys.stdout.flush()
-        os._exit(1)  # At once, since destroying a group that peers still use can block.
+        text = traceback.format_exc()
+        try:
+            Path(folder, f"error-{rank}").write_text(text)
+            sys.stdout.flush()
+        except OSError:  # The disk is full, which may be the error.
+            sys.stderr.write(text)
+        finally:
+            os._exit(1)  # At once, since destroying a group that peers still use can block.
     if rank == 0:
         Path(folder, "result").write_bytes(pickle.dumps(result))
     if dist.is_initialized():

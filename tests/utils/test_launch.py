@@ -28,6 +28,9 @@ def job(how: str) -> Any:
     if dist.get_rank() == 1:
         if how == "raise":
             raise ValueError("loss is nan at step 3")
+        if how == "full disk":
+            vars(launch)["Path"] = Mock(**{"return_value.write_text.side_effect": OSError(28, how)})
+            raise OSError(28, how)
         if how == "die":
             os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
@@ -88,6 +91,12 @@ def test_the_rank_that_failed_first_is_named(capsys, how, first, last):
         start_workers(job, (how,), num_workers=2)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == first and lines[-1] == (last or first)
+
+
+def test_the_rank_that_failed_first_is_named_where_the_disk_is_full(capsys):
+    with pytest.raises(SystemExit, match="1"):
+        start_workers(job, ("full disk",), num_workers=2)
+    assert capsys.readouterr().err == "rank 1 of 2 failed: exited with code 1\n"
 
 
 def test_peers_of_rank_0_go_on_until_it_has_ended(tmp_path, capfd, monkeypatch):
