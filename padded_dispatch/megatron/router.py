@@ -90,6 +90,9 @@ class SelectAfterCounting(TopKRouter):
                 *self._settings,
                 ("layer has a Telemetry", configs.has_telemetry),
                 ("padding_mask is given", captures and padding_mask is not None),
+                # In backward a rank whose output needs none would leave its peers in the exchange.
+                ("router needs gradients", self.weight.requires_grad),
+                ("any need gradients", self._needs_gradients(input)),
             ),
             any_tokens=config.fits and not self.training,
             # Compare the mode, too: with equal capacities the shapes do not show it, and the
@@ -108,6 +111,12 @@ class SelectAfterCounting(TopKRouter):
             "Megatron does so on the first one only",
         )
         return super().forward(input, padding_mask)
+
+    def _needs_gradients(self, input: Tensor) -> bool:
+        """Return whether the experts' output needs gradients, if any are computed."""
+        parameters = self.dispatcher.experts.parameters()
+        either = input.requires_grad or self.weight.requires_grad
+        return either or any(parameter.requires_grad for parameter in parameters)
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits; fp32 ones of bf16 tokens and weight have `_Gradients` as backward.

@@ -94,6 +94,11 @@ def _disagreements() -> dict[str, str]:
         controlled = made()
         controlled.dispatcher.configs.has_telemetry = other
         differ("layer has a Telemetry is False on rank 0, True on rank 1", controlled)
+        frozen = made().requires_grad_(other)
+        differ("router needs gradients is False on rank 0, True on rank 1", frozen)
+        alone = made().requires_grad_(False)
+        alone.dispatcher.experts.requires_grad_(other)
+        differ("any need gradients is False on rank 0, True on rank 1", alone)
         graphed = made(**layer_graphs("moe_router"))
         mask = torch.zeros(1, T, dtype=torch.bool) if other else None
         words = "padding_mask is given is False on rank 0, True on rank 1"
@@ -101,7 +106,7 @@ def _disagreements() -> dict[str, str]:
         routers = made(), made()
         routers[1].set_layer_number(2)
         # The numbers of dispatchers count those above.
-        differ("caller is layer 1 (dispatcher 8) on rank 0, layer 2 (", routers[other])
+        differ("caller is layer 1 (dispatcher 10) on rank 0, layer 2 (", routers[other])
     return found
 
 
