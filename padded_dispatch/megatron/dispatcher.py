@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
@@ -64,12 +65,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     Args:
         config: the TransformerConfig. Capacity and options are read here; other options raise in
             the first pass, other later changes have no effect.
-        pg_collection: `ep` and `expt_tp` are used, and `pp` and `expt_dp` if it has them.
+        pg_collection: `ep` and `expt_tp` are used, and `tp`, `pp` and `expt_dp` if it has them.
         chosen: the result of `chosen_experts`.
 
     Attributes:
         packed: whether experts are `StackedExperts`.
         chosen: the experts, exchange and capacity pool in use, by the names of the options.
+        tensor_rank: this rank's number in the tensor-parallel group of attention.
         store: the store of the layer's chunk, which holds the rows of training passes; None if each
             pass has memory of its own.
         counters, eval_counters: counts of passes in training mode, and in evaluation mode.
@@ -93,6 +95,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.experts: Any = None  # Set by the layer.
         self._options = padded_options(config)
         self._pipeline = getattr(pg_collection, "pp", None)
+        tensor = getattr(pg_collection, "tp", None)
+        own_rank = parallel_state.get_tensor_model_parallel_rank if tensor is None else tensor.rank
+        self.tensor_rank: int = own_rank()
         sizes = {"num_ranks": self.ep_size, "etp_size": self.tp_size}
         self.configs = LayerConfigs(config, capacity_pool=chosen.pool, **sizes)
         groups = self.ep_group, self.tp_group

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, in_hundredths, require
@@ -263,8 +262,8 @@ class Reader:
             counts["num_again"].zero_()
         # Count tokens once: no other rank routes them, or this rank is the first that does. With a
         # store count all sources, because its room is for the rows of all.
-        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
-        if is_first or dispatcher.config.sequence_parallel or self.settings.shares_per_token:
+        shares_room = bool(self.settings.shares_per_token)
+        if shares_room or dispatcher.config.sequence_parallel or dispatcher.tensor_rank == 0:
             sums[:, self._index] = totals
         else:
             counts_in(sums)["idle_passes"][:, self._index] = counts["idle_passes"]

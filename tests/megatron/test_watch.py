@@ -1,5 +1,6 @@
 """Drops are said in a training loop that has no `Telemetry`, and the loop waits for nothing."""
 
+import functools
 import gc
 import logging
 import weakref
@@ -11,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from padded_dispatch.megatron import Telemetry, watch
+from padded_dispatch.megatron import Telemetry, megatron_on_cpu, padded_spec, watch
 from padded_dispatch.megatron.retry import dropping_nothing
 from padded_dispatch.megatron.telemetry import Reader, overflow_words
 from padded_dispatch.utils.patches import PATCHED
@@ -209,6 +211,18 @@ def test_a_layer_by_padded_spec_says_what_it_drops_without_a_patch(caplog):
             layer(torch.randn(8, 1, tiny.HIDDEN, requires_grad=True))[0].sum().backward()
         assert not PATCHED._saved
     assert ["found no room at step 1 (" in text for text in said(caplog)] == [True, False]
+
+
+def test_a_layer_with_groups_of_its_own_says_what_it_drops_without_megatrons(caplog):
+    names = "tp", "cp", "ep", "expt_tp", "expt_dp", "tp_ep", "tp_cp", "tp_dp_cp"
+    with tiny.default_group(), megatron_on_cpu():
+        groups = ProcessGroupCollection(**dict.fromkeys(names, dist.group.WORLD))
+        config = tiny.config(moe_expert_capacity_factor=0.5, experts="module")
+        spec = padded_spec(tiny.layer_spec()).submodules.mlp
+        layer = tiny.build(functools.partial(spec, pg_collection=groups), config)
+        layer.set_layer_number(1)
+        layer(torch.randn(8, 1, tiny.HIDDEN, requires_grad=True))[0].sum().backward()
+    assert len(said(caplog)) == 1
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
