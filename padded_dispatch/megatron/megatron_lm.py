@@ -276,9 +276,9 @@ class _Loop:
             config: Any = get_model_config(chunks[0])
             are_ours = [False] * dist.get_world_size()
             dist.all_gather_object(are_ours, config.num_moe_experts is not None and is_ours(config))
+            require_own_weights(chunks, optimizer)  # Stock's may follow packed experts.
             run = None
             if any(are_ours):
-                require_own_weights(chunks, optimizer)
                 run = _Run(self._training, chunks, step=steps_done)
             self._run, self._chunks = run, chunks
         return self._run

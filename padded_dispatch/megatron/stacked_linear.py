@@ -263,24 +263,26 @@ def following_zeros(zero_grad_buffer: Callable[[Any], None]) -> Callable[[Any], 
 
 
 def require_own_weights(chunks: list[Any], optimizer: Any) -> None:
-    """Raise if a distributed optimizer holds other weights than the stacked linears.
+    """Raise if a distributed optimizer holds other weights than the experts of MoE layers.
 
     A checkpoint in the format `dp_reshardable` holds the optimizer's buffers as they lie in memory.
     Megatron loads the buffers of another experts module without an error if they have as many
-    elements. From the first step on, each expert would have the weights of another one.
+    elements. From the first step on, each expert would have the weights of another one. That is so
+    from Megatron's own experts to packed ones, and back.
 
     Args:
         chunks: the model's chunks on this rank.
         optimizer: Megatron's; others have nothing to compare.
     """
-    modules = (module for chunk in chunks for module in chunk.modules())
-    stacked = {id(module.weight) for module in modules if isinstance(module, StackedLinear)}
+    modules: Any = (module for chunk in chunks for module in chunk.modules())
+    layers = [module for module in modules if hasattr(module, "token_dispatcher")]
+    of_experts = {id(weight) for layer in layers for weight in layer.experts.parameters()}
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         names = "model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups"
         groups = (itertools.chain(*getattr(part, name, ())) for name in names)
         for weight, own, main in zip(*groups, strict=True):
-            if id(weight) not in stacked:
-                continue
+            if id(weight) not in of_experts or type(weight) is not nn.Parameter:
+                continue  # A parameter in fp8 is another class, and rounded.
             if main is None:  # A precision-aware optimizer has it in its state.
                 main = part.optimizer.state.get(own, {}).get("master_param")
             require(
@@ -289,9 +291,10 @@ def require_own_weights(chunks: list[Any], optimizer: Any) -> None:
                 or torch.equal(own, main.to(own)),
                 "optimizer",
                 "those of other experts",
-                "hold the weights of the packed experts, and so must the checkpoint's buffers",
-                "set experts='module' and write a checkpoint with "
-                "--dist-ckpt-optim-fully-reshardable, or give --no-load-optim",
+                "hold the weights of the model's experts, and so must the checkpoint's buffers, "
+                "which others wrote, packed or Megatron's own",
+                "load them with those, write a checkpoint with "
+                "--dist-ckpt-optim-fully-reshardable and load that, or give --no-load-optim",
             )
 
 

@@ -209,19 +209,23 @@ def test_retries_go_on_where_the_forward_backward_function_changes(loop):
     assert loop.tensorboard.scalars["moe/retried_steps"] == [(1, 1.0), (2, 2.0)]
 
 
-def test_weights_of_an_optimizer_that_are_in_another_order_are_refused(loop):
+@pytest.mark.parametrize("experts", ["packed", "module", "stock"])
+def test_weights_of_an_optimizer_that_are_in_another_order_are_refused(loop, experts):
     """As after a checkpoint in the format `dp_reshardable` that other experts wrote."""
 
     ddp = {"use_distributed_optimizer": True}
-    training = Training(dataclasses.replace(CASE, dtype=torch.bfloat16, ddp=ddp), experts="packed")
+    case = dataclasses.replace(CASE, dtype=torch.bfloat16, ddp=ddp)
+    training = Training(case, experts="packed" if experts == "packed" else "module")
+    if experts == "stock":
+        training.config.moe_token_dispatcher_type = "alltoall"
     optimizer = training.optimizer
     require_own_weights(training.chunks, optimizer)
     require_own_weights(training.chunks, None)
-    main = training.moe[0][1].experts.linear_fc2.weight.main_param
-    main.copy_(main.unflatten(0, (tiny.NUM_EXPERTS, -1)).flip(0).flatten())
+    *_, weight = training.moe[0][1].experts.parameters()
+    weight.main_param.copy_(weight.main_param.flip(0))
     install()
     given = forward, None, training.chunks, optimizer, None, training.config, training.schedule
-    refused = r"^optimizer must hold the weights of the packed experts"
+    refused = r"^optimizer must hold the weights of the model's experts"
     with pytest.raises(ValueError, match=refused):
         loop.train_step(*given)
     for part in optimizer.chained_optimizers:  # A precision-aware optimizer has them elsewhere.
