@@ -71,6 +71,9 @@ class _Run:
             require(size in (None, config.expert_model_parallel_size), flag(field), size, rule, fix)
             rule = "be left out: it masks TEGroupedMLP, and finds none in packed experts"
             require(not getattr(args, "flextron", False), "--flextron", True, rule, fix)
+            found, name = getattr(args, "modelopt_enabled", False), "modelopt_enabled"
+            rule = "be False: ModelOpt quantizes Megatron's linears, and leaves packed experts out"
+            require(not found, name, found, rule, fix)
         frozen, fix = getattr(args, "freeze_all_layers", False), "use Megatron's own dispatcher"
         rule = "be left out: without gradients, no drop of a pass in training mode is counted"
         require(not frozen, "--freeze-all-layers", True, rule, fix)
