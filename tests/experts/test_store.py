@@ -46,6 +46,8 @@ def test_sizes():
     assert make_store(0.5, 1.0).num_rows(10) == 80  # At least those of a layer,
     room = take(make_store(0.5), 0)  # which is all where there is one.
     assert (room.limit, room.max_rows, room.overwritten) == (80, 80, False)
+    assert not take(make_store(4.0, 4.0), 0).overwritten  # Both fit, just.
+    assert take(make_store(1.0, FIT, 1.0), 0).overwritten  # Not by the next, which keeps no rows.
 
 
 def test_a_layer_without_a_limit_makes_room_for_others():
@@ -141,6 +143,8 @@ def test_a_call_with_other_tokens_than_the_pass():
     rooms = take(store, 0), take(store, 1, num_tokens=20), take(store, 1)
     assert [room.stack is rooms[0].stack for room in rooms] == [True, False, True]
     assert [room.max_rows for room in rooms] == [80, 160, 80]
+    store.add(config)  # While a pass runs that began without it.
+    assert take(store, 2).stack is not rooms[0].stack
 
 
 def test_calls_on_another_device_have_other_stacks():
@@ -164,25 +168,43 @@ def test_buffers_are_made_once_for_each_shape():
     tensors: list[Tensor] = list(vars(found).values())
     assert sum(tensor.nbytes for tensor in tensors) == 80 * row_bytes(6, 2)
     assert room.buffers(7, 8, like) is not found
+    assert room.buffers(7, 6, like.float()).fc1_MG.dtype == torch.float32
 
 
 def test_scratch_and_fitting():
     room = scratch(config(1.5), 10, COUNT)
     assert room.top is room.stack is None
-    assert (room.limit, room.max_rows) == (80, 80)
+    assert (room.limit, room.max_rows, room.share) == (80, 80, 20)
     room = fitting(COUNT)
-    assert (room.top, room.stack, room.limit, room.max_rows) == (None, None, 6, 6)
+    assert (room.top, room.stack, room.limit, room.max_rows, room.share) == (None, None, 6, 6, 6)
     assert fitting(COUNT * 0).limit == 1
 
 
 def test_a_capture_prefers_stacks_of_captures(monkeypatch):
-    store, stacks = make_store(1), []
+    store, stacks = make_store(1, 1), []
+
+    def capturing(captures: bool) -> None:
+        monkeypatch.setattr(module, "is_capturing", lambda: captures)
+
     for captures in (True, False, True):
-        monkeypatch.setattr(module, "is_capturing", lambda captures=captures: captures)
+        capturing(captures)
         room = take(store, 0)
+        # No call of the other kind follows there.
+        capturing(not captures)
+        assert take(store, 1).stack is not room.stack
         stacks.append(room.stack)
         room.close()
     assert stacks[0] is stacks[2] is not stacks[1]
+    # A graph keeps a stack that is too small for a later one, and eager passes leave theirs.
+    capturing(True)
+    larger = take(store, 0, num_tokens=20).stack
+    assert larger is not None and stacks[0] in store._stacks
+    store = make_store(1)
+    capturing(False)
+    room = take(store, 0)
+    room.close()
+    capturing(True)
+    assert take(store, 0).stack is room.stack
 
 
 def test_release_frees_what_has_no_rows():
