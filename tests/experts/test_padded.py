@@ -23,13 +23,25 @@ def test_cells_of_kernels_are_the_oracle(monkeypatch, num_ranks, etp_size):
     check(make_case(config, ["thin", "hot"], num_tokens=5, hidden=17), "padded")
 
 
-def test_a_row_beyond_the_capacity_counts_as_zero():
-    plan = make_plan(torch.ones(3, 1, dtype=torch.bool), top_k=1)
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=INTERPRETED)])
+def test_a_row_beyond_the_capacity_counts_as_zero(monkeypatch, kernels):
+    """Also where another cell follows. Gradients of sums are not contiguous."""
+    monkeypatch.setattr(padded, "_has_kernels", lambda values: kernels)
+    plan = make_plan(torch.ones(3, 2, dtype=torch.bool), top_k=2)
     tokens_TD = torch.ones(3, 2, requires_grad=True)
-    wire = Collectives(1).start(plan, tokens_TD, 3)
-    config = DispatchConfig(num_experts=1, top_k=1, capacity_factor=2 / 3)
-    expert_input, state = padded.dispatch(tokens_TD, torch.ones(3, 1), wire, config)
+    wire = Collectives(2).start(plan, tokens_TD, 3)
+    config = DispatchConfig(num_experts=2, top_k=2, capacity_factor=2 / 3)
+    prob_TK = torch.ones(3, 2, requires_grad=True)
+    expert_input, state = padded.dispatch(tokens_TD, prob_TK, wire, config)
     out_TD = padded.combine(expert_input.rows_ND, state)
-    assert out_TD[:, 0].tolist() == [1, 1, 0]
-    out_TD.sum().backward()
-    assert tokens_TD.grad is not None and tokens_TD.grad[:, 0].tolist() == [1, 1, 0]
+    assert out_TD[:, 0].tolist() == [2, 2, 0]
+    rows_ND, probs_N = expert_input.rows_ND, expert_input.probs_N
+    for result in (out_TD, rows_ND):
+        (grad_TD,) = torch.autograd.grad(result.sum(), tokens_TD, retain_graph=True)
+        assert grad_TD[:, 0].tolist() == [2, 2, 0]
+    (grad_TK,) = torch.autograd.grad(probs_N.sum(), prob_TK, retain_graph=True)
+    assert grad_TK.tolist() == [[1, 1], [1, 1], [0, 0]]
+    if kernels:
+        for result, given in ((out_TD, rows_ND), (rows_ND, tokens_TD)):
+            with pytest.raises(ValueError, match=r"^create_graph must be False"):
+                torch.autograd.grad(result.sum(), given, create_graph=True)
