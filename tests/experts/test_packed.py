@@ -277,6 +277,9 @@ def test_transients_hold_what_can_arrive(monkeypatch):
     monkeypatch.setattr(gemm, "row_tiles", lambda one: found.append(one.num_rows) or row_tiles(one))
     on_ranks(Case(ranks=4, routings=("full",), slots=1), packed.run, torch.float32)
     assert found == [4 * 1 * 2] * 4  # 4 sources, a slot, K = 2; the store has 40.
+    found.clear()
+    on_ranks(Case(ranks=4, routings=("full",), slots=1, local_experts=1), packed.run, torch.float32)
+    assert found == [4 * 1 * 1] * 4
 
 
 def test_rooms_that_keep_nothing_compute_the_same():
@@ -348,11 +351,12 @@ def test_sizes_that_products_need(monkeypatch):
 
 def test_backward_runs_once():
     case = Case()
-    model = Model(case, torch.float32)
-    out_TD = forward(model, packed.run, exchange_of(case))
-    out_TD.sum().backward(retain_graph=True)
-    with pytest.raises(ValueError, match="once per forward pass"):
-        out_TD.sum().backward()
+    model, out_TD = Model(case, torch.float32), torch.empty(0)
+    for experts in (plain, packed):
+        out_TD = forward(model, experts.run, exchange_of(case))
+        out_TD.sum().backward(retain_graph=True)
+        with pytest.raises(ValueError, match="once per forward pass"):
+            out_TD.sum().backward()
     with pytest.raises(ValueError, match=r"^create_graph must be False in the backward pass"):
         torch.autograd.grad(out_TD.sum(), model.tokens_TD, create_graph=True)
 
