@@ -25,7 +25,7 @@ def counters(num_experts: int) -> Counters:
 @BOTH
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "top_k", "capacity"),
-    [(1, 1, 1, 1), (37, 5, 2, 9), (130, 128, 8, 7), (257, 96, 6, 300), (70, 3, 3, 1)],
+    [(1, 1, 1, 1), (37, 5, 2, 9), (130, 128, 8, 7), (257, 96, 6, 300), (3, 4100, 3, 1)],
 )
 def test_counts_are_numpys(num_tokens, num_experts, top_k, capacity, run):
     generator = torch.Generator().manual_seed(num_tokens)
