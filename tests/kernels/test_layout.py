@@ -16,6 +16,7 @@ def test_rows_that_were_given_back_fail(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, debug=True))
     top = ints(3, 3, 9)
     found = layout.lay_out(ints([2]), top, first=False, limit=9)
+    layout.lay_out(ints([2]), top, first=False, limit=9)  # This pass breaks off.
     layout.release(top, found)
     with pytest.raises(Exception, match="given back"):
         layout.release(top, found)
