@@ -89,6 +89,9 @@ def test_rows_without_a_slot_need_a_factor_that_has_them():
     assert [config.wire_slots(12) for config in configs] == [12, 12, 8]
     counters.count_struck(ints(0), ints(9), shares_per_token=6)  # of three layers
     assert counters.max_need.item() == 72
+    of_four = Counters(DispatchConfig(num_experts=6, top_k=4, num_ranks=2), "cpu")
+    of_four.count_struck(ints(0), ints(9), shares_per_token=3)
+    assert of_four.max_need.item() == 14  # 3 * 6 / 4 * 3, rounded up once.
 
 
 def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():
@@ -113,13 +116,15 @@ def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():
     for name in ("dropped", "fill", "expert_overload", "rank_overload"):
         assert layers[name] == [seen.figures()[name], 0], name
     assert layers["idle_passes"] == [2, 0]
+    seen.counts["demand_E"][:] = 0  # Passes of padding alone are in balance.
+    assert seen.figures()["expert_overload"] == seen.figures()["rank_overload"] == 1.0
 
 
 def test_figures_of_a_store():
-    of_store = dataclasses.replace(snapshot(), share_rows_Y=np.array([4, 4]))
-    assert of_store.needed_factor.tolist() == [5 / 4, 0]
+    of_store = dataclasses.replace(snapshot(), share_rows_Y=np.array([8, 8]))
+    assert of_store.needed_factor.tolist() == [5 / 8, 0]
     figures = of_store.figures()
-    assert figures["needed_factor"] == 5 / 4
+    assert figures["needed_factor"] == 5 / 8
     known = snapshot().figures().keys() - {"lost_tokens", "fill"} | {"again"}
     assert figures["again"] == 5 / 20
     assert figures.keys() == known == of_store.figures_of_layers().keys()
