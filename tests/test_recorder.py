@@ -29,6 +29,7 @@ def choices(number: int) -> tuple[list[list[int]], list[list[float]]]:
 
 
 def observe(buffer: RoutingBuffer, map_TE: torch.Tensor, probs_TE: torch.Tensor) -> None:
+    probs_TE = probs_TE.clone().requires_grad_()  # As a router's are; a buffer's have none.
     buffer.observe(map_TE, probs_TE, select(map_TE, probs_TE, capacity=2))
 
 
@@ -136,7 +137,8 @@ def test_probabilities_that_a_trace_cannot_hold():
 
 def test_a_microbatch_of_another_size_is_recorded_as_padding(caplog):
     filled = buffer()
-    observe(filled, *microbatch(0))
+    assert filled.ids_MTK.eq(-1).all() and not filled.probs_MTK.any()  # Nor does a place count
+    observe(filled, *microbatch(0))  # before it is filled.
     for size in (3, 9):
         map_TE = torch.ones(size, 5, dtype=torch.bool)
         observe(filled, map_TE, map_TE.float())
