@@ -40,7 +40,9 @@ def arrays(**changes) -> dict:
         (dict(top_k=5), r"top_k must be from 1 to 4, got 5"),
         (dict(num_tokens=0), "num_tokens must be from 1 to .*, got 0"),
         (dict(fc1_width=0), "fc1_width must be from 1 to .*, got 0"),
+        (dict(hidden_size=2**31), "hidden_size must be from 1 to 2147483647, got 2147483648"),
         (dict(etp_size=3), "etp_size must divide num_ranks=2, got 3"),
+        (dict(etp_size=0), "etp_size must divide num_ranks=2, got 0"),
     ],
 )
 def test_a_run_of_other_sizes_is_refused_by_name(values, message):
@@ -100,6 +102,8 @@ def test_what_was_appended_is_read(tmp_path):
     with path.open("rb") as file:
         records = np.load(file, allow_pickle=False)
         assert (records["layer"].tolist(), np.load(file)["step"].tolist()) == ([0, 1], [8, 8])
+    # Files of earlier runs have these numbers, too.
+    assert records[["capacity_pool", "strikes"]].tolist() == [(2, 2)] * 2
     np.testing.assert_array_equal(records["ids"], whole.ids_NTK[:2])
 
 
@@ -142,6 +146,7 @@ def test_files_and_folders_are_merged(tmp_path):
     save(parts[2], tmp_path / "one.npy")
     save(parts[0], tmp_path / "two" / "b.npy")
     save(parts[1], tmp_path / "two" / "a.npy")
+    (tmp_path / "two" / "notes.txt").write_text("no trace")
     paths = [tmp_path / "one.npy", tmp_path / "two"]
     assert equal(load_traces(paths), merge(dict(enumerate(parts))))
     (tmp_path / "empty").mkdir()
@@ -237,9 +242,10 @@ def test_other_arrays_and_other_content(tmp_path):
     array["num_experts"][1] = 7
     first, other = (rf"\[{experts}, 2, 64, 96, 0, 1, 0\]" for experts in (6, 7))
     refuse(tmp_path, file_of(array), rf"be alike in all records, got \[{first}, {other}\]")
-    array = good()
-    array["capacity_pool"] = 3
-    refuse(tmp_path, file_of(array), "be below 3, got 3")
+    for number in (3, -1):
+        array = good()
+        array["capacity_pool"] = number
+        refuse(tmp_path, file_of(array), f"be below 3, got {number}")
     array = good()
     array["num_ranks"], array["etp_size"] = 3, 2
     refuse(tmp_path, file_of(array), "divide num_ranks=3, got 2")
