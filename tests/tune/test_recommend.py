@@ -63,7 +63,9 @@ def test_halves_that_differ_are_a_warning():
     )
     assert advise(np.tile([1.2, 1.3], 100)).warnings() == []
     near, far = np.full(10, 1.0), np.full(10, 1.1)
-    assert advise(np.concatenate([near, far])).warnings() == []  # Just a tenth.
+    found = advise(np.concatenate([near, far]))
+    found.replay.room[1] *= 2  # Rooms alone do not tell.
+    assert found.warnings() == []  # Just a tenth.
     assert len(advise(np.concatenate([near, far + 0.1])).warnings()) == 1
     found = advise(np.concatenate([near, np.full(10, 2.0)]), factors=[1.0, 1.05, 2.0])
     assert len(found.warnings()) == 1
@@ -77,7 +79,11 @@ def test_a_step_that_asks_for_no_row_does_not_count():
     asked = demand(np.full(50, 1.2))
     asked.counts[3, 0, 0] = 1, 0
     asked.counts[7] = 0
-    assert recommend(replay(asked, FACTORS)).num_steps == 49
+    found = recommend(replay(asked, FACTORS))
+    assert (found.num_steps, found.overall.worst) == (49, 0.0)
+    asked = demand(np.full(9, 1.2), np.full(9, 1.2))
+    asked.counts[:, 0] = 0  # A layer without rows gets no advice.
+    assert recommend(replay(asked, FACTORS)).layers.keys() == {2}
     asked.counts[:] = 0
     for pool in POOLS:
         with pytest.raises(ValueError, match="trace must ask for at least one expert, got padding"):
@@ -98,6 +104,12 @@ def test_missing_ranks_are_a_warning():
     ]
     (warning,) = warnings(trace.where((trace.ranks != 3) | (trace.steps < 29)))
     assert warning.startswith("1 of 30 steps lack some of their 4 ranks or 1 layers, so ")
+    groups = of_run(trace, num_ranks=2)  # Two: a step lacks ranks of one of them.
+    assert warnings(groups) == []
+    (warning,) = warnings(groups.where((groups.ranks != 3) | (groups.steps < 29)))
+    assert warning.startswith("1 of 60 steps lack some of their 2 ranks or 1 layers, so ")
+    (warning,) = warnings(groups.where(groups.ranks != 3))
+    assert warning.startswith("Traces of 1 of 4 ranks are missing (3), so ")
     trace = synthetic_trace("balanced", **(sizes | {"num_layers": 2}))
     (warning,) = warnings(trace.where((trace.layers != 2) | (trace.steps < 28)))
     assert warning.startswith("2 of 30 steps lack some of their 4 ranks or 2 layers, so ")
