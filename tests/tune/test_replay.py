@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from padded_dispatch.tune.demand import Demand, demand_of, strike
+from padded_dispatch.tune.demand import Demand, demand_of, most_tokens, strike
 from padded_dispatch.tune.recommend import percent, recommend
 from padded_dispatch.tune.replay import POOLS, Replay, grid, replay
 from tests.support import reference
@@ -121,7 +121,7 @@ def test_a_store_by_hand():
     passes = [[(6, 1), (7, 5)], [(2, 8), (8, 2)], [(9, 9), (1, 1)]]
     counts = [[[[rows, 0] for rows in layer] for layer in layers] for layers in passes]
     asked = demand(counts, num_tokens=10, top_k=1)
-    found = replay(asked, [0.5, 1.0, 1.3], pool="store")
+    found = replay(asked, [1.3, 0.5, 1.0], pool="store")
     assert found.room.tolist() == [20, 20, 26]  # At least a layer of both ranks' tokens.
     assert kept(found, 0) == kept(found, 1) == kept(found, 2) == [[7, 12], [10, 10], [18, 2]]
     assert found.needed.tolist() == [0.95, 1.0, 1.0]
@@ -217,6 +217,12 @@ def test_what_collectives_strike(policy):
     words = f"{share} are dropped, for want of slots between ranks or of room for a layer."
     assert words in recommend(found, 0.99).sentence()
     assert replay(traced, pool="store").dropped[-1].sum() == 0
+    sizes = dict(num_tokens=64, num_experts=4, top_k=2, num_ranks=2)
+    equal = of_run(small_trace(steps=[0], layers=[1], ranks=[0], **sizes), strikes=policy)
+    equal.ids_NTK[0, ::2], equal.ids_NTK[0, 1::2], equal.probs_NTK[:] = (2, 3), (0, 1), 0.25
+    equal.ids_NTK[0, 1:6:2], equal.probs_NTK[0, 1:6:2] = (0, -1), (0.5, 0)
+    assert most_tokens(equal, 2).tolist() == [[32]]
+    assert strike(equal, 3, 2)[0, 0, 0].tolist() == [3, 0, 3, 3]  # The first ones.
 
 
 def test_a_step_and_a_layer_need_slots_for_their_own_tokens():
@@ -240,6 +246,7 @@ def test_a_step_and_a_layer_need_slots_for_their_own_tokens():
 
 
 def test_grid():
+    assert grid(1.04) == (0.5, 0.75, 0.9, 1.0, 1.04)
     assert grid(1.234)[-3:] == (1.15, 1.2, 1.24)
     assert grid(2.1)[-3:] == (1.95, 2.0, 2.1)
     assert grid(5.0)[-3:] == (4.17, 4.59, 5.0)
