@@ -4,6 +4,7 @@
 """
 
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,20 @@ def test_one_rank_moves_nothing():
     map_TE = torch.tensor([[True, False], [True, True], [False, False]])
     plan = make_plan(map_TE, top_k=2)
     tokens_TD, prob_TK = torch.ones(3, 4), torch.ones(3, 2)
-    exchange = Collectives(2)
-    assert (exchange.kind, exchange.num_sources) == ("none", 1)
-    assert exchange.strike(map_TE, prob_TK, 1, "probs") == (map_TE, None)
-    wire = exchange.start(plan, tokens_TD, 1)
-    arrived = wire.open(tokens_TD, prob_TK)
-    assert arrived.values.rows_SPD.data_ptr() == tokens_TD.data_ptr()
-    assert arrived.expert_SPK.data_ptr() == plan.expert_TK.data_ptr()
-    assert wire.bring(tokens_TD[None]).data_ptr() == tokens_TD.data_ptr()
-    assert wire.bring_beside(torch.full((1, 3, 2), 7.0)).tolist() == [[7, 0], [7, 7], [0, 0]]
+    of_one: Any = SimpleNamespace(size=lambda: 1)  # A group without any collective.
+    for group in (None, of_one):
+        exchange = Collectives(2, group, group)
+        assert (exchange.kind, exchange.num_sources) == ("none", 1)
+        assert exchange.strike(map_TE, prob_TK, 1, "probs") == (map_TE, None)
+        wire = exchange.start(plan, tokens_TD, 1)
+        arrived = wire.open(tokens_TD, prob_TK)
+        assert arrived.values.rows_SPD.data_ptr() == tokens_TD.data_ptr()
+        assert arrived.expert_SPK.data_ptr() == plan.expert_TK.data_ptr()
+        assert wire.bring(tokens_TD[None]).data_ptr() == tokens_TD.data_ptr()
+        assert wire.bring_beside(torch.full((1, 3, 2), 7.0)).tolist() == [[7, 0], [7, 7], [0, 0]]
+        wire = exchange.start(plan, tokens_TD, 5)  # More slots than tokens.
+        assert wire.bring_beside(torch.full((1, 5, 2), 7.0)).tolist() == [[7, 0], [7, 7], [0, 0]]
+        assert wire.bring(torch.ones(1, 5, 4)).tolist() == tokens_TD.tolist()
 
 
 def _shards_and_ranks() -> list[Tensor]:
@@ -46,9 +52,10 @@ def _shards_and_ranks() -> list[Tensor]:
         value = 256.0 if dist.get_rank() == 0 else 1.0
         wire = exchange.start(plan, tokens_TD, 1)
         rows_SPD = wire.open(tokens_TD, torch.ones(1, num_ranks)).values.rows_SPD
-        rows_SPD.backward(torch.full_like(rows_SPD, value))
+        # Not contiguous, as the gradient of a sum.
+        rows_SPD.backward(torch.tensor(value, dtype=torch.bfloat16).expand(4, 1, 1))
         dtype = torch.float32 if etp_size > 1 else torch.bfloat16
-        found.append(wire.bring(torch.full((4, 1, 1), value, dtype=dtype)))
+        found.append(wire.bring(torch.tensor(value, dtype=dtype).expand(4, 1, 1)))
         found.append(tokens_TD.grad)
     return found
 

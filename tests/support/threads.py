@@ -10,6 +10,7 @@ collective wakes the next one; so ranks may wait for each other in collectives o
 no collective can ever be whole, and a rank raises an error that says who waits where.
 """
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,7 @@ class ThreadGroup(dist.ProcessGroup):
     def start(self, name: str, copy: Callable[..., None], *data: Any) -> Any:
         """Start a collective; all do it here, with tensors of the same dtypes and shapes."""
         shapes = [(str(tensor.dtype), *tensor.shape) for tensor in tree_leaves(data)]
+        assert all(tensor.is_contiguous() for tensor in tree_leaves(data))  # As NCCL needs them.
         self.turns.meet(self, f"{name} of {shapes}", data, copy)
         return _DONE
 
@@ -138,7 +140,7 @@ def _all_to_all(data: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _reduce_scatter(data: list[tuple[Tensor, Tensor]]) -> None:
-    summed = torch.stack([given for _, given in data]).sum(0)
+    summed = functools.reduce(torch.add, [given for _, given in data])  # Each time rounded.
     for (received, _), block in zip(data, summed.chunk(len(data)), strict=True):
         received.copy_(block.view(received.shape))
 
