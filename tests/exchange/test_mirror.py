@@ -57,6 +57,7 @@ def _late_in_a_grid(late: int) -> tuple[list[int], list[str]]:
     errors = errors_of_calls(mirror, *((LONG_S, LONG_S) if is_late else (0.5, LONG_S)))
     if not is_late:
         dist.barrier()
+    mirror.require_all_alive()  # It has said all.
     assert mirror.ranks == [0, 1, 2, 3]
     return rows.tolist(), errors
 
@@ -210,14 +211,15 @@ def _mirrors_and_rows() -> tuple[list[bool], list[int]]:
     Rank 0 is in one group more than rank 1.
     """
     dist.new_group([0])
-    one, two = dist.new_group(), dist.new_group()
-    first, again, other = (mirror_of([group]) for group in (one, one, two))
+    one, two = dist.new_group(timeout=timedelta(seconds=33)), dist.new_group()
+    first, again, other, both = map(mirror_of, ([one], [one], [two], [one, two]))
+    assert 33.0 == first._limit_s < both._limit_s == other._limit_s
     rows = other.gather(own_row(), "a call")
-    return [first is again, first is other], [int(row[0]) for row in rows]
+    return [first is again, first is other, first is both], [int(row[0]) for row in rows]
 
 
 def test_layers_share_the_mirror_of_their_groups(pool2):
-    assert pool2.run(_mirrors_and_rows, timeout_s=60) == [([True, False], [0, 1])] * 2
+    assert pool2.run(_mirrors_and_rows, timeout_s=60) == [([True, False, False], [0, 1])] * 2
 
 
 def test_many_ranks_are_named_in_a_few_words():
