@@ -92,6 +92,8 @@ def test_a_stages_last_layer_is_as_far_from_its_first_as_in_other_stages():
     block = {"recompute_granularity": "full", "recompute_method": "block"}
     config = changed(pipeline_model_parallel_size=2, recompute_num_layers=4, **block)
     assert calls_of(joined(config, [5, 6, 7, 8], rank=1)) == [[], [], [], []]
+    config = changed(recompute_num_layers=2, **block)  # Of one stage.
+    assert calls_of(joined(config, [1, 2, 3])) == [[], [], [0]]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
