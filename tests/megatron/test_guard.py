@@ -163,11 +163,17 @@ def test_the_graph_of_a_step_ends_before_python_does(uninstalled, monkeypatch):
     assert at_exit == []
     for _ in range(2):
         guard.install(tiny.config("alltoall", **compat.iteration_graph()))
-    graphs = {"training": object(), "validation": object()}
-    monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", graphs)
+    graph, step, stages = FullCudaGraphWrapper, object(), ("training", "validation")
+    held = [(graph, name) for name in ("cuda_graph", "result", "curr_iteration")]
+    for owner, name in [*held, (StaticBufferLoader, "static_buffers")]:
+        monkeypatch.setattr(owner, name, dict.fromkeys(stages, step))
+    monkeypatch.setattr(guard.gc, "collect", lambda: at_exit.append("collected"))
     (end,) = at_exit
     end()
-    assert graphs == {"training": None, "validation": None}
+    assert at_exit == [end, "collected"]
+    assert graph.cuda_graph == graph.result == dict.fromkeys(stages)
+    assert graph.curr_iteration == dict.fromkeys(stages, 0)
+    assert StaticBufferLoader.static_buffers == {"training": [], "validation": []}
 
 
 @pytest.mark.parametrize("dispatcher", ["padded_alltoall", "alltoall"])
