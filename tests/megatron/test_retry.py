@@ -241,10 +241,11 @@ def test_groups_are_kept_and_what_cannot_be_copied_is_refused():
         ids.zero_()
         (again,) = replay(recorded)
         assert again.group is group and again.ids.item() == 1
-        recorded = record(iter([{"ids": ids, "more": (n for n in "a")}]))
-        words = r"^a microbatch must be what copy.deepcopy copies .*, got dict \(.*generator"
-        with pytest.raises(ValueError, match=words):
-            next(recorded)
+        result = ids.requires_grad_() * 1
+        for part, why in (((n for n in "a"), ".*generator"), (result, "Only Tensors created")):
+            words = rf"^a microbatch must be what copy.deepcopy copies .*, got dict \({why}"
+            with pytest.raises(ValueError, match=words):
+                next(record(iter([{"ids": group, "more": part}])))
 
 
 DRAWS: dict[str, Callable[[], Any]] = {
