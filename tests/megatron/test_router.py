@@ -58,11 +58,14 @@ def test_the_router_returns_the_selection_of_its_map(policy):
 
 
 def test_the_router_drops_nothing_where_rows_share_a_store():
-    route = router(experts="packed", moe_expert_capacity_factor=0.25)
+    route = router(experts="packed", moe_expert_capacity_factor=0.25, **tiny.EXPERT_BIAS)
+    with torch.no_grad():  # The first pass of recompute counts nothing.
+        route(tokens())
     probs_TE, map_TE = route(tokens())
     assert map_TE.sum(0).tolist() == [T, T, 0, 0] and torch.equal(probs_TE != 0, map_TE)
     [counters] = route.dispatcher.observers
     assert counters.demand_E.tolist() == [T, T, 0, 0]
+    assert route.local_tokens_per_expert.tolist() == [T, T, 0, 0]
     assert not counters.kept_E.any()  # Receivers count.
 
 
@@ -70,9 +73,9 @@ def _disagreements() -> dict[str, str]:
     """Return the errors of passes in which the second of two ranks differs, by what differs."""
     other, found = dist.get_rank() == 1, {}
 
-    def differ(words: str, route: Any) -> None:
+    def differ(words: str, route: Any, skips: int = 0) -> None:
         with pytest.raises(ValueError, match="ranks disagree") as caught:
-            route(tokens())
+            route(tokens()[skips:])
         found[words] = str(caught.value)
 
     with megatron("cpu", expert_model_parallel_size=2):
@@ -103,10 +106,16 @@ def _disagreements() -> dict[str, str]:
         mask = torch.zeros(1, T, dtype=torch.bool) if other else None
         words = "padding_mask is given is False on rank 0, True on rank 1"
         differ(words, functools.partial(graphed, padding_mask=mask))
+        words = "T is 12 on rank 0, 11 on rank 1"  # Only evaluation that fits takes any T.
+        differ(words, made(eval_factor=0.5).eval(), skips=other)
+        configs = (fits := made()).dispatcher.configs
+        configs.training = configs.fitting
+        differ(words, fits, skips=other)
+        made()(tokens(), mask)  # Without a graph a mask may be on some ranks only.
         routers = made(), made()
         routers[1].set_layer_number(2)
         # The numbers of dispatchers count those above.
-        differ("caller is layer 1 (dispatcher 10) on rank 0, layer 2 (", routers[other])
+        differ("caller is layer 1 (dispatcher 13) on rank 0, layer 2 (", routers[other])
     return found
 
 
@@ -144,10 +153,15 @@ def test_the_router_reads_the_layers_config_but_sees_no_factor(monkeypatch):
 def test_a_router_of_another_kind_is_refused():
     with pytest.raises(ValueError, match=r"router must be a TopKRouter .* got 'Linear'"):
         select_after_counting(torch.nn.Linear(1, 1), router().dispatcher)
+    assert type(router()) is type(router())  # One class, whatever the number of layers.
 
 
 def test_gating_with_a_bias_narrower_than_the_logits(monkeypatch):
     settings = {"params_dtype": torch.bfloat16, "moe_router_dtype": "fp32"}
+    for name, dtype in ((None, torch.bfloat16), ("fp64", torch.float64)):
+        other = router(add_bias_linear=True, **settings | {"moe_router_dtype": name})
+        found = other.gating(tokens().bfloat16())
+        assert found.dtype == dtype and "_Gradients" not in str(found.grad_fn)
     route = router(add_bias_linear=True, **settings)
     with torch.no_grad():
         route.bias.copy_(torch.tensor([1.0, -2.0, 0.5, 4.0]))
