@@ -212,3 +212,4 @@ def test_what_is_missing_on_another_device_is_named():
     del state["linear_fc1.weight0"]
     missing, unexpected = made.to("meta").load_state_dict(state, strict=False)
     assert (missing, unexpected) == (["linear_fc1.weight0"], [])
+    assert made.linear_fc1.zeroed.is_meta  # It moves with the weights.
