@@ -87,6 +87,8 @@ def test_a_pass_that_is_announced_twice_counts_once(alone):
     with world(HALF):
         _, layer = Training(HALF).moe[0]
         steps = []
+        with patch.object(watch, "capturing", lambda: True):
+            watch.see_pass(layer, torch.zeros(1))  # No pass of a step.
         for _ in range(4):
             hidden_states = torch.zeros(1)
             for _ in range(2):
@@ -137,9 +139,9 @@ def test_a_step_whose_input_gets_no_gradient_ends_with_the_next(alone, caplog, m
     assert "at step 1 (" in said(caplog)[0] and "at step 2 (" in said(caplog)[1]
 
 
-@pytest.mark.parametrize("end", ["the process", "the model"])
+@pytest.mark.parametrize("end", ["the process", "the model", "a pass"])
 def test_a_reading_waits_for_its_copy_and_the_loop_does_not(alone, caplog, end):
-    """The last one is looked at where the process or the model ends."""
+    """The last one is looked at in a later pass, or where the process or the model ends."""
     with world(HALF):
         training, arrived = Training(HALF), [False]
         start = Reader.start
@@ -164,6 +166,8 @@ def test_a_reading_waits_for_its_copy_and_the_loop_does_not(alone, caplog, end):
             if end == "the model":
                 del training
                 gc.collect()
+            elif end == "a pass":
+                watch.see_pass(training.moe[0][1], torch.zeros(1))
             else:
                 watch._log_last()
     assert [text.rpartition("(")[2] for text in said(caplog)] == [
