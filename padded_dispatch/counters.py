@@ -108,7 +108,6 @@ class Counters:
             of_store = {"kept_L": kept_L, "num_again": self.num_again, "max_need": self.max_need}
             self.of_receiver |= of_store
 
-    @torch.no_grad()
     def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
         """Count one selection; see `RoutingObserver`."""
         demand_E = selection.demand_E
@@ -127,7 +126,6 @@ class Counters:
             asked_TE.shape[1] * selection.capacity if self._has_cells else 0,
         )
 
-    @torch.no_grad()
     def count_struck(self, num_rows: Tensor, num_asked: Tensor, shares_per_token: int) -> None:
         """Count struck rows, and raise `max_need` to the rows of a store that would strike none.
 
