@@ -140,21 +140,19 @@ class _ToCells(torch.autograd.Function):
         from padded_dispatch.kernels import rows
 
         probs_N = prob_SPK.new_empty(cells.num_rows)
-        expert_SPK = arrived.expert_SPK.contiguous()
-        row_SPK = torch.empty_like(expert_SPK)
+        row_SPK = torch.empty_like(arrived.expert_SPK)
         rows_ND = rows.spread_rows(
             rows_SPD.contiguous(),
             row_SPK,
             cells,
-            expert_SPK=expert_SPK,
-            place_SPK=arrived.place_SPK.contiguous(),
-            prob_SPK=prob_SPK.contiguous(),
+            expert_SPK=arrived.expert_SPK,
+            place_SPK=arrived.place_SPK,
+            prob_SPK=prob_SPK,
             level=level,
             prob_M=probs_N,
         )
         rows.zero_padding(rows_ND, probs_N, arrived.count_SL)
         ctx.save_for_backward(row_SPK)
-        ctx.mark_non_differentiable(row_SPK)
         return rows_ND, probs_N, row_SPK
 
     @staticmethod
