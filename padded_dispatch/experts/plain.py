@@ -219,14 +219,14 @@ class _Weight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight_LOI, sums):
-        ctx.sums, ctx.dtype = sums, weight_LOI.dtype
+        ctx.sums = sums
         return weight_LOI.to(_wide(weight_LOI.dtype))
 
     @staticmethod
     def backward(ctx, grad_LOI):  # pyright: ignore[reportIncompatibleMethodOverride]
         sums = ctx.sums
         if sums is None:
-            return grad_LOI.to(ctx.dtype), None
+            return grad_LOI, None  # Autograd rounds it.
         if sums.zeroed[0]:
             sums.sums_LOI.copy_(grad_LOI)
             sums.zeroed.zero_()
