@@ -58,7 +58,7 @@ def strike(trace: Trace, num_slots: int, num_ranks: int) -> NDArray[np.int32]:
     per_rank = trace.run.num_experts // num_ranks
     for n, ids_TK in enumerate(trace.ids_NTK):
         token_T1 = np.arange(len(ids_TK))[:, None]
-        rank_TK = np.where(ids_TK < 0, num_ranks, ids_TK // per_rank)
+        rank_TK = ids_TK // per_rank  # -1, no expert, is the last column.
         weight_TR = np.full((len(ids_TK), num_ranks + 1), -np.inf, np.float32)
         weight_TR[token_T1, rank_TK] = 0
         if trace.run.strikes == "probs":
@@ -73,7 +73,7 @@ def strike(trace: Trace, num_slots: int, num_ranks: int) -> NDArray[np.int32]:
 def most_tokens(trace: Trace, num_ranks: int) -> NDArray[np.int64]:
     """Return the most tokens of a source that have an expert on one rank, [passes, layers]."""
     per_rank = trace.run.num_experts // num_ranks
-    rank_NTK = np.where(trace.ids_NTK < 0, -1, trace.ids_NTK // per_rank)
+    rank_NTK = trace.ids_NTK // per_rank
     tokens_RN = [(rank_NTK == rank).any(2).sum(1) for rank in range(num_ranks)]
     return _placed(trace, np.max(tokens_RN, axis=0)).max(2)
 
