@@ -192,6 +192,7 @@ ON_CPU = pytest.mark.usefixtures("on_cpu")
 @ON_CPU
 def test_every_form_that_schedules_take_is_recorded_as_far_as_it_is_read():
     assert record(None) is None and replay(None) is None
+    assert record(SimpleNamespace(epoch=3)).epoch == 3  # Other attributes are the source's.
     first, second, absent = recorded = record([iter("abc"), iter("xyz"), None])
     assert (next(second), next(first), next(second)) == ("x", "a", "y")
     assert absent is None
