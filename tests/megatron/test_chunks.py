@@ -60,6 +60,8 @@ def test_a_store_ends_with_its_layers():
     calls = joined(config, [1])
     (first,) = stores_of(calls)
     del calls
+    # A stage may begin with multi-token prediction, which has no layer before it.
+    assert join(config, 9, lambda: DISPATCH, name="mtp.layers.0.layers.0.mlp")[1] == [0]
     later = joined(config, [2])
     assert stores_of(later) != [first] and calls_of(later) == [[0]]
 
