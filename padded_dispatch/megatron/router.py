@@ -14,6 +14,7 @@ Letters: T tokens on this rank; K experts per token; E experts in all; D hidden 
 """
 
 import functools
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -81,6 +82,7 @@ class SelectAfterCounting(TopKRouter):
         if self._settings is None:  # Options and Megatron's fields are read once.
             self._settings = settings_of(self.config)
         captures = self.config.cuda_graph_impl == "transformer_engine"
+        tensors = itertools.chain((input, self.weight), self.dispatcher.experts.parameters())
         agree_on_shapes(
             self.dispatcher.agreement,
             config,
@@ -92,7 +94,7 @@ class SelectAfterCounting(TopKRouter):
                 ("padding_mask is given", captures and padding_mask is not None),
                 # In backward a rank whose output needs none would leave its peers in the exchange.
                 ("router needs gradients", self.weight.requires_grad),
-                ("any need gradients", self._needs_gradients(input)),
+                ("any need gradients", any(tensor.requires_grad for tensor in tensors)),
             ),
             any_tokens=config.fits and not self.training,
             # Compare the mode, too: with equal capacities the shapes do not show it, and the
@@ -111,12 +113,6 @@ class SelectAfterCounting(TopKRouter):
             "Megatron does so on the first one only",
         )
         return super().forward(input, padding_mask)
-
-    def _needs_gradients(self, input: Tensor) -> bool:
-        """Return whether the experts' output needs gradients, if any are computed."""
-        parameters = self.dispatcher.experts.parameters()
-        either = input.requires_grad or self.weight.requires_grad
-        return either or any(parameter.requires_grad for parameter in parameters)
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits; fp32 ones of bf16 tokens and weight have `_Gradients` as backward.
