@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -57,18 +58,17 @@ def stock_megatron() -> Iterator[None]:
     forget_models()
 
 
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[WorkerPool]:
-    """Provide two workers with a gloo default group, which is new for each module."""
-    with WorkerPool(2) as pool:
-        yield pool
+def _pool(num_workers: int) -> Any:
+    @pytest.fixture(scope="module")
+    def pool() -> Iterator[WorkerPool]:
+        """Provide workers with a gloo default group, which is new for each module."""
+        with WorkerPool(num_workers) as pool:
+            yield pool
+
+    return pool
 
 
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[WorkerPool]:
-    """Provide four workers with a gloo default group, which is new for each module."""
-    with WorkerPool(4) as pool:
-        yield pool
+pool1, pool2, pool4 = map(_pool, (1, 2, 4))
 
 
 @pytest.fixture(scope="session")

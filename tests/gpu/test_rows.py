@@ -31,12 +31,6 @@ def failures(pool: WorkerPool, row: Row, device: str) -> list[str]:
     return found_by(pool, row.run, *row.on(device))["failures"]
 
 
-@pytest.fixture(scope="module")
-def pool1():
-    with WorkerPool(1) as pool:
-        yield pool
-
-
 @of(1, 2, 4, device="cpu")
 def test_on_cpus(request, row):
     assert failures(request.getfixturevalue(f"pool{row.ranks}"), row, "cpu") == []
