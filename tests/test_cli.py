@@ -55,7 +55,6 @@ def test_it_trains_in_an_empty_folder_until_ctrl_c_ends_all_processes(tmp_path):
         start_new_session=True,
     ) as process:
         try:
-            assert process.stdout is not None
             # torch up to 2.10 tells of gloo's connections there.
             lines = (line for line in process.stdout if "peer ranks" not in line)
             for pattern, line in zip(PATTERNS, lines, strict=False):
@@ -88,7 +87,6 @@ def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=tmp_path, env=USERS, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
         try:

@@ -130,7 +130,7 @@ def test_more_tokens_than_before():
     small = take(store, 0, num_tokens=10)
     small.close()
     large = take(store, 0, num_tokens=11)
-    assert large.stack is not small.stack and large.stack is not None
+    assert large.stack is not small.stack
     assert large.stack.num_rows == 88
     assert store._stacks == [large.stack]
     large.close()
@@ -151,7 +151,7 @@ def test_calls_on_another_device_have_other_stacks():
     """As where a model is tried on a CPU before it moves."""
     store, there = make_store(1, 1), COUNT.to("meta")
     room, moved = take(store, 0), store.take([1], 10, there)
-    assert moved.first and moved.top is not None and moved.top.device == there.device
+    assert moved.first and moved.top.device == there.device
     moved.close()
     room.close()
     again = store.take([0], 10, there)

@@ -20,8 +20,7 @@ def in_torch(
     leaves = fc1_nG.clone().requires_grad_(), prob_n.clone().requires_grad_()
     hidden_nF = activate(*leaves, how, bias_nG)
     hidden_nF.backward(grad_nF)
-    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
-    return [hidden_nF.detach(), *grads]
+    return [hidden_nF.detach(), *(leaf.grad for leaf in leaves)]
 
 
 def as_exact_as_torch(got: Tensor, plain: Tensor, exact: Tensor) -> None:

@@ -466,7 +466,7 @@ def test_a_resumed_run_shares_its_file_out_to_the_steps_that_are_left(tmp_path, 
         for number, every in ((4, 1), (2, 2)):
             with patch.object(recorders, "MAX_BYTES", number * of_step):
                 recorder = record_routing([model(1)], tmp_path, **sizes)
-                assert recorder is not None and recorder.every == every
+                assert recorder.every == every
                 caplog.clear()
                 log_once.cache_clear()
                 with patch.object(megatron_lm.dist, "get_rank", lambda: rank):

@@ -53,7 +53,7 @@ def test_the_router_returns_the_selection_of_its_map(policy):
     assert torch.equal(route.dispatcher.observers[0].demand_E, map_TE.sum(0))
     for result in (probs_TE, expected.probs_TE):
         (result * torch.arange(1.0, 1 + result.numel()).view_as(result)).sum().backward()
-    assert given.grad is not None and by_hand.grad is not None and given.grad.any()
+    assert given.grad.any()
     torch.testing.assert_close(given.grad, by_hand.grad)
 
 
@@ -187,7 +187,7 @@ def test_gradients_of_logits_have_sixteen_bits(scale):
     # Rounded to bf16 they cancel.
     grad[0, 0] = torch.tensor([1 + 2.0**-12, -1.0, 0.0, 0.0]) * scale
     route.gating(given).backward(grad)
-    assert given.grad is not None and given.grad[0, 0, 0] == 2.0**-12 * scale
+    assert given.grad[0, 0, 0] == 2.0**-12 * scale
     pairs = {
         given: torch.einsum("tbe,ed->tbd", grad.double(), route.weight.double()),
         route.weight: torch.einsum("tbe,tbd->ed", grad.double(), given.double()),
@@ -196,7 +196,7 @@ def test_gradients_of_logits_have_sixteen_bits(scale):
     for leaf, exact in pairs.items():
         plain = (exact.float().bfloat16().double() - exact).abs().max()
         ulp = torch.finfo(torch.bfloat16).eps * exact.abs().max()
-        assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16
+        assert leaf.grad.dtype == torch.bfloat16
         assert (leaf.grad.double() - exact).abs().max() <= 2 * plain + ulp
 
 

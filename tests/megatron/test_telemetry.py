@@ -178,7 +178,7 @@ def test_the_factor_that_a_store_needs_is_relative_to_the_layers_that_share_it()
     run(chunk[0], 3, training=False)
     snapshots = telemetry.read()
     snapshot, alone = snapshots.training, snapshots.evaluation  # Which keeps no rows of others.
-    assert alone.share_rows_Y is not None and alone.share_rows_Y.tolist() == [T * tiny.TOP_K, 0]
+    assert alone.share_rows_Y.tolist() == [T * tiny.TOP_K, 0]
     assert snapshot.share_rows_Y.tolist() == 2 * [2 * T * tiny.TOP_K]
     assert snapshot.figures_of_layers()["needed_factor"] == [0.5, 1.0]
     assert snapshot.figures()["dropped"] == 0.0

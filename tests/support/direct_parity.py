@@ -147,7 +147,6 @@ def forward(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Callable[[]
         given = grad_ND, weight_LDD.transpose(1, 2), segments
         product = partial(gemm.rows_times_weights, *given, stored=False, at_M=home_M)
         grad_TD, beside_TK = wire.home(product, row_SPK, segments.offsets, prob_M[BASE:])
-        assert beside_TK is not None
         return {"out": out_TD, "grad": grad_TD, "beside": beside_TK}
 
     return backward

@@ -48,7 +48,6 @@ def cells(table: Table, number: int) -> dict[str, str]:
 
 def test_cells_of_the_tables(found):
     table, replay, advice = every_factor(found), found.chosen.replay, found.chosen.overall
-    assert table.marked is not None
     shown = {
         "factor": f"{advice.factor:g}",
         "slots": f"{advice.room:,}",

@@ -167,7 +167,6 @@ def test_a_signal_ends_all_processes(tmp_path, where, number):
         preexec_fn=_as_a_terminal_starts,
     ) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "here\n"
             workers = workers_of(process.pid)
             assert len(workers) == 1
@@ -187,6 +186,5 @@ def test_a_reader_that_has_gone_ends_no_work():
     code = "from padded_dispatch.utils.logs import show\nfor _ in range(9): show('line')"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert (process.wait(60), process.stderr.read()) == (0, b"")
