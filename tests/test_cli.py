@@ -4,16 +4,13 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from padded_dispatch import __version__, cli
-from tests.support.processes import ENVIRONMENT, still_living, workers_of
+from tests.support.processes import ENVIRONMENT, python, started, still_living, workers_of
 
-COMMAND = [sys.executable, "-m", "padded_dispatch.cli"]
-SMALL = [*COMMAND, *["train", "--seq-length", "24", "--micro-batch", "3"]]
+SMALL = ["-m", "padded_dispatch.cli", "train", "--seq-length", "24", "--micro-batch", "3"]
 # The environment of a user, but with one thread per process.
 USERS = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONWARNINGS"}
 USERS["OMP_NUM_THREADS"] = "1"
@@ -45,27 +42,15 @@ PATTERNS = [
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="looks into /proc")
 def test_it_trains_in_an_empty_folder_until_ctrl_c_ends_all_processes(tmp_path):
     flags = ["--steps", "5000", "--eval-every", "3", "--trace", "traces"]
-    with subprocess.Popen(
-        [*SMALL, *flags],
-        cwd=tmp_path,
-        env=USERS,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            # torch up to 2.10 tells of gloo's connections there.
-            lines = (line for line in process.stdout if "peer ranks" not in line)
-            for pattern, line in zip(PATTERNS, lines, strict=False):
-                assert re.fullmatch(pattern, line.rstrip("\n")), line
-            workers = workers_of(process.pid)
-            assert len(workers) == 2
-            os.killpg(process.pid, signal.SIGINT)  # A terminal signals all processes.
-            _, stderr = process.communicate(timeout=60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    with started(*SMALL, *flags, cwd=tmp_path, env=USERS) as process:
+        # torch up to 2.10 tells of gloo's connections there.
+        lines = (line for line in process.stdout if "peer ranks" not in line)
+        for pattern, line in zip(PATTERNS, lines, strict=False):
+            assert re.fullmatch(pattern, line.rstrip("\n")), line
+        workers = workers_of(process.pid)
+        assert len(workers) == 2
+        os.killpg(process.pid, signal.SIGINT)  # A terminal signals all processes.
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     assert our_words(stderr).splitlines() == ["SIGINT: stopping all workers"]
     assert [path.name for path in tmp_path.iterdir()] == ["traces"]
@@ -84,15 +69,10 @@ def test_ctrl_c_ends_a_command_that_is_importing(tmp_path):
         "cli.resolve_name = lambda place: __import__('slow')\n"
         "sys.argv[1:] = ['train']\ncli.main()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, env=USERS, stdout=subprocess.PIPE, text=True
-    ) as process:
+    with started("-c", code, cwd=tmp_path, env=USERS) as process:
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
-        try:
-            assert process.wait(60) == -signal.SIGINT
-        finally:
-            process.kill()
+        assert process.wait(60) == -signal.SIGINT
 
 
 @pytest.mark.parametrize(
@@ -155,12 +135,9 @@ def test_help_and_a_typo_need_no_torch():
         "except SystemExit: pass\n"
         "print({'torch', 'megatron', 'matplotlib'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    listed = re.findall(r"^    (\w+)  ", done.stdout, re.MULTILINE)
+    printed = python("-c", code)
+    listed = re.findall(r"^    (\w+)  ", printed, re.MULTILINE)
     assert listed[: len(cli._COMMANDS)] == [*cli._COMMANDS]
-    shown = re.findall(r"^usage: padded-dispatch (\w+)", done.stdout, re.MULTILINE)
+    shown = re.findall(r"^usage: padded-dispatch (\w+)", printed, re.MULTILINE)
     assert shown == [*cli._COMMANDS]
-    assert done.stdout.splitlines()[-2:] == [f"padded-dispatch {__version__}", "set()"]
+    assert printed.splitlines()[-2:] == [f"padded-dispatch {__version__}", "set()"]

@@ -1,14 +1,12 @@
 """`import padded_dispatch` needs neither torch nor Megatron, and has no side effects."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 
 import padded_dispatch
 import padded_dispatch.megatron
-from tests.support.processes import ENVIRONMENT
+from tests.support.processes import python
 
 CODE = """
 import logging, signal, sys, threading
@@ -29,10 +27,7 @@ print(sorted(hosts & set(sys.modules)))
 
 def test_importing_has_no_side_effects():
     """Torch's state cannot have changed, because torch is not there."""
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], env=ENVIRONMENT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "set()\n['numpy', 'torch', 'triton']\n"
+    assert python("-c", CODE) == "set()\n['numpy', 'torch', 'triton']\n"
 
 
 @pytest.mark.parametrize("package", [padded_dispatch, padded_dispatch.megatron])

@@ -7,14 +7,13 @@ smaller number: `python -m tests.test_sizes` prints the file. LOG.md is a lab bo
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import padded_dispatch
 import padded_dispatch.megatron
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.utils.results import code_lines
+from tests.support.processes import python
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("train", "tune", "bench")
@@ -24,13 +23,7 @@ SLACK = 1.02
 
 def num_flags(command: str) -> int:
     """Count the flags in a command's help; `--x, --no-x` is one."""
-    text = subprocess.run(
-        [sys.executable, "-m", "padded_dispatch.cli", command, "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    text = python("-m", "padded_dispatch.cli", command, "--help")
     return len(re.findall(r"^ +(?:-\w, )?--(?!help\b)\w", text, re.MULTILINE))
 
 

@@ -1,14 +1,12 @@
 """The launcher installs, then runs the script as if it had been started directly."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.megatron.run import main, read
-from tests.support.processes import ENVIRONMENT
+from tests.support.processes import python
 
 SCRIPT = """
 import sys
@@ -24,11 +22,6 @@ print(__name__, sys.argv[1:], config.padded_dispatch.eval_factor, beside.VALUE, 
 """
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "padded_dispatch.megatron.run", *words]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-
-
 def test_script_runs_as_main_with_its_own_arguments(tmp_path: Path):
     """Megatron-LM's loop, which lies beside it, is followed."""
     folder = tmp_path / "megatron" / "training"
@@ -39,9 +32,9 @@ def test_script_runs_as_main_with_its_own_arguments(tmp_path: Path):
     )
     (tmp_path / "beside.py").write_text("VALUE = 7")
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
-    done = run("--padded-eval-factor", "16", str(tmp_path / "pretrain_gpt.py"), "--lr", "3", "-x")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "__main__ ['--lr', '3', '-x'] 16.0 7 True"
+    words = "--padded-eval-factor", "16", str(tmp_path / "pretrain_gpt.py"), "--lr", "3", "-x"
+    printed = python("-m", "padded_dispatch.megatron.run", *words)
+    assert printed.splitlines()[-1] == "__main__ ['--lr', '3', '-x'] 16.0 7 True"
 
 
 def test_missing_script_is_named(monkeypatch, capsys):

@@ -1,11 +1,37 @@
-"""The environment of commands that tests start, and their worker processes, found in /proc."""
+"""Commands that tests start, and their worker processes, found in /proc."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ENVIRONMENT = dict(os.environ)  # as at the start: tests and conftest.py change it
+PIPES: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+def python(*words: str, **variables: str) -> str:
+    """Run Python to its end, with more variables in the environment; return what it prints."""
+    given: Any = {"env": ENVIRONMENT | variables, "timeout": 600, **PIPES}
+    done = subprocess.run([sys.executable, *words], **given)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@contextmanager
+def started(*words: str, **how: Any) -> Iterator[Any]:
+    """Start Python in a session of its own, which ends with the block."""
+    command = [sys.executable, *words]
+    with subprocess.Popen(command, start_new_session=True, **PIPES, **how) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def workers_of(pid: int) -> list[int]:

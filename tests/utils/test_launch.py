@@ -4,8 +4,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch.distributed as dist
 
 from padded_dispatch.utils import launch
 from padded_dispatch.utils.launch import start_processes, start_workers
-from tests.support.processes import ENVIRONMENT, still_living, workers_of
+from tests.support.processes import ENVIRONMENT, started, still_living, workers_of
 
 
 def job(how: str) -> Any:
@@ -157,25 +155,14 @@ def _as_a_terminal_starts() -> None:
 )
 def test_a_signal_ends_all_processes(tmp_path, where, number):
     (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
-    with subprocess.Popen(
-        [sys.executable, str(tmp_path / "job.py"), where],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=_as_a_terminal_starts,
-    ) as process:
-        try:
-            assert process.stdout.readline() == "here\n"
-            workers = workers_of(process.pid)
-            assert len(workers) == 1
-            # A terminal signals all processes.
-            (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-            _, stderr = process.communicate(timeout=60)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+    command = str(tmp_path / "job.py"), where
+    with started(*command, env=ENVIRONMENT, preexec_fn=_as_a_terminal_starts) as process:
+        assert process.stdout.readline() == "here\n"
+        workers = workers_of(process.pid)
+        assert len(workers) == 1
+        # A terminal signals all processes.
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        _, stderr = process.communicate(timeout=60)
     killed = number == signal.SIGKILL
     assert process.returncode == (-number if killed else 128 + number)
     assert stderr == ("" if killed else f"{number.name}: stopping all workers\n")
@@ -184,7 +171,6 @@ def test_a_signal_ends_all_processes(tmp_path, where, number):
 
 def test_a_reader_that_has_gone_ends_no_work():
     code = "from padded_dispatch.utils.logs import show\nfor _ in range(9): show('line')"
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started("-c", code) as process:
         process.stdout.close()
-        assert (process.wait(60), process.stderr.read()) == (0, b"")
+        assert (process.wait(60), process.stderr.read()) == (0, "")
