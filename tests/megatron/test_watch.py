@@ -176,19 +176,14 @@ def test_a_reading_waits_for_its_copy_and_the_loop_does_not(alone, caplog, end):
 
 
 def _words_of_ranks(model: Model) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    records: list[logging.LogRecord] = []
     log = logging.getLogger("padded_dispatch")
-    log.addHandler(handler)
-    try:
-        with world(model):
-            training = Training(model)
-            for number in range(3):
-                training.step(number)
-    finally:
-        log.removeHandler(handler)
-    return [text for text in records if "found no room" in text]
+    with patch.object(log, "handle", records.append), world(model):
+        training = Training(model)
+        for number in range(3):
+            training.step(number)
+    messages = [record.getMessage() for record in records]
+    return [text for text in messages if "found no room" in text]
 
 
 @pytest.mark.parametrize("options", [{"experts": "module"}, {"experts": "packed"}], ids=str)

@@ -43,6 +43,7 @@ def counted_run(flags: str, device: torch.device) -> tuple[Counted, list[float]]
     """Train as `padded-dispatch train FLAGS` does, on this rank; return counts and losses."""
     counted: Counted = {}
     step_of_run = loop.Trainer.step
+    settings, quiet = parse(flags.split()), contextlib.redirect_stdout(io.StringIO())
 
     def step(trainer: loop.Trainer, number: int) -> loop.Step:
         layers = padded_moe_layers(trainer.chunks)
@@ -56,15 +57,9 @@ def counted_run(flags: str, device: torch.device) -> tuple[Counted, list[float]]
             counted[number, layer] = asked, kept, int(c.max_need)
         return done
 
-    loop.Trainer.step = step
-    try:
-        settings = parse(flags.split())
-        quiet = contextlib.redirect_stdout(io.StringIO())
-        with quiet, loop.model_parallel(settings.layout):
-            outcome = loop.train(settings, device)
-    finally:
-        loop.Trainer.step = step_of_run
-        uninstall()
+    with patch.object(loop.Trainer, "step", step), quiet, loop.model_parallel(settings.layout):
+        outcome = loop.train(settings, device)
+    uninstall()
     return counted, losses(outcome)
 
 
