@@ -29,13 +29,12 @@ PATTERN = re.compile("|".join(rf"\b(?:{words})\b" for words in AVOID), re.IGNORE
 FIRST_WORD = re.compile(r'"""(Of|That|Those|By|What|Where|Whether|Who|Whose|How)\b')
 
 
-def words_to_avoid(text: str) -> list[str]:
-    return [found.lower() for found in PATTERN.findall(re.sub(r'[\s#"\\]+', " ", text))]
-
-
 def test_package_and_pages_are_in_plain_english():
     found = {
-        path.relative_to(ROOT): words_to_avoid(text) + FIRST_WORD.findall(text)
+        path.relative_to(ROOT): [
+            *PATTERN.findall(re.sub(r'[\s#"\\]+', " ", text)),
+            *FIRST_WORD.findall(text),
+        ]
         for path, text in ((path, path.read_text()) for path in (*PACKAGE, *PAGES))
     }
     assert {path: words for path, words in found.items() if words} == {}, "see AVOID"

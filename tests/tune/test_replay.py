@@ -19,14 +19,6 @@ from tests.support.traces import of_run, small_trace, traced_run
 Counts = list[list[list[int]]]  # of a pass: [layer][source][expert]
 
 
-def capacity(factor: float, *, num_tokens: int, top_k: int, num_experts: int) -> int:
-    return max(1, min(num_tokens, math.ceil((num_tokens * top_k / num_experts) * factor)))
-
-
-def kept_in_cells(counts: Counts, slots: int) -> list[int]:
-    return [sum(min(rows, slots) for source in layer for rows in source) for layer in counts]
-
-
 def kept_in_stores(
     counts: Counts, factor: float, *, num_tokens: int, top_k: int, num_ranks: int
 ) -> list[int]:
@@ -87,14 +79,19 @@ def kept(found: Replay, f: int) -> list[list[int]]:
 @settings(max_examples=100)
 @given(demands(), st.sampled_from(FACTORS))
 def test_every_pass_is_what_the_specification_keeps(asked, factor):
-    sizes = {"num_tokens": asked.run.num_tokens, "top_k": asked.run.top_k}
-    slots = capacity(factor, num_experts=asked.run.num_experts, **sizes)
+    run = asked.run
+    slots = math.ceil(run.num_tokens * run.top_k / run.num_experts * factor)
+    slots = max(1, min(run.num_tokens, slots))
     found = replay(asked, [factor])
     assert found.room.tolist() == [slots]
     passes = asked.counts.tolist()
-    assert kept(found, 0) == [kept_in_cells(counts, slots) for counts in passes]
+    assert kept(found, 0) == [
+        [sum(min(rows, slots) for source in layer for rows in source) for layer in counts]
+        for counts in passes
+    ]
     found = replay(asked, [factor], pool="store")
-    given = {"num_ranks": asked.run.num_ranks // asked.run.etp_size, **sizes}
+    sizes = {"num_tokens": run.num_tokens, "top_k": run.top_k}
+    given = {"num_ranks": run.num_ranks // run.etp_size, **sizes}
     assert kept(found, 0) == [kept_in_stores(counts, factor, **given) for counts in passes]
 
 
