@@ -4,12 +4,10 @@ See .github/CONTRIBUTING.md for the rules behind the list.
 """
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.test_readme import PAGES, ROOT
+
 PACKAGE = sorted((ROOT / "padded_dispatch").rglob("*.py"))
-FOLDERS = (".github", "padded_dispatch", "notebooks", "tests")
-PAGES = (ROOT / "README.md", *(p for f in FOLDERS for p in sorted((ROOT / f).rglob("*.md"))))
 
 # What to write instead stands behind each.
 AVOID = {

@@ -39,10 +39,8 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def without_code(text: str) -> str:
-    return re.sub(
-        r"`[^`\n]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    )
+def without_blocks(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def options_table() -> str:
@@ -154,7 +152,8 @@ def test_blocks_run():
 
 def links(page: Path) -> Iterator[tuple[Path, str]]:
     """Yield target and anchor of each relative link; the anchor is '' where there is none."""
-    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+    prose = re.sub(r"`[^`\n]*`", "", without_blocks(page))
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
         if not re.match(r"\w+:", target):
             path, _, anchor = target.partition("#")
             yield (page.parent / path).resolve() if path else page, anchor
@@ -162,8 +161,7 @@ def links(page: Path) -> Iterator[tuple[Path, str]]:
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", without_blocks(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -192,9 +190,9 @@ def test_python_on_pages_compiles_and_its_imports_resolve():
                 assert [a.name for a in node.names if not hasattr(module, a.name)] == []
 
 
-def commands(text: str) -> Iterator[str]:
-    """Yield the command lines of a text: lines of code, and inline code that has flags."""
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+def commands(page: Path) -> Iterator[str]:
+    """Yield the command lines of a page: lines of code, and inline code that has flags."""
+    text, prose = page.read_text(), without_blocks(page)
     indented = re.findall(r"^ {4}(.*)$", prose.replace("\\\n", " "), re.MULTILINE)
     fenced = "".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
     for line in (*indented, *fenced):
@@ -208,7 +206,7 @@ def test_commands_on_pages_parse_and_git_ignores_what_they_write(monkeypatch):
     monkeypatch.setenv("PYTHONWARNINGS", "")  # The command changes it.
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert "/tune.html" in ignored
-    for command in (command for page in PAGES for command in commands(page.read_text())):
+    for command in (command for page in PAGES for command in commands(page)):
         if not re.match(r"padded-dispatch |python |pytest |torchrun |-m ", command):
             continue
         words = shlex.split(command)

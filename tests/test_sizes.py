@@ -7,15 +7,14 @@ smaller number: `python -m tests.test_sizes` prints the file. LOG.md is a lab bo
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import padded_dispatch
 import padded_dispatch.megatron
 from padded_dispatch.megatron.options import PaddedOptions
 from padded_dispatch.utils.results import code_lines
 from tests.support.processes import python
+from tests.test_readme import PAGES, README, ROOT
 
-ROOT = Path(__file__).parent.parent
 COMMANDS = ("train", "tune", "bench")
 LOG = ROOT / "notebooks" / "results" / "LOG.md"
 SLACK = 1.02
@@ -33,9 +32,7 @@ def measured() -> dict[str, int]:
         [path.read_text() for path in (ROOT / folder).rglob("*.py")]
         for folder in ("padded_dispatch", "tests")
     )
-    folders = (ROOT / name for name in (".github", "padded_dispatch", "tests", "notebooks"))
-    pages = [ROOT / "README.md", *(path for folder in folders for path in folder.rglob("*.md"))]
-    words = {path: len(path.read_text().split()) for path in pages}
+    words = {path: len(path.read_text().split()) for path in PAGES}
     notebooks = [json.loads(path.read_text()) for path in (ROOT / "notebooks").glob("*.ipynb")]
     public = padded_dispatch.__all__ + padded_dispatch.megatron.__all__
     return {
@@ -45,7 +42,7 @@ def measured() -> dict[str, int]:
         "test lines": sum(len(source.splitlines()) for source in tests),
         "page words": sum(words.values()) - words[LOG],
         "log words": words[LOG],
-        "readme lines": len((ROOT / "README.md").read_text().splitlines()),
+        "readme lines": len(README.read_text().splitlines()),
         "options": len(dataclasses.fields(PaddedOptions)),
         "flags": sum(map(num_flags, COMMANDS)),
         "public names": len(public),
