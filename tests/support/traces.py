@@ -78,12 +78,12 @@ def save(trace: Trace, path: Path) -> None:
 def synthetic_trace(
     kind: str,
     *,
-    num_steps: int,
-    num_layers: int,
-    num_ranks: int,
-    num_tokens: int,
-    num_experts: int,
-    top_k: int,
+    num_steps: int = 40,
+    num_layers: int = 2,
+    num_ranks: int = 2,
+    num_tokens: int = 64,
+    num_experts: int = 16,
+    top_k: int = 2,
     strength: float = 1.0,
     seed: int = 0,
 ) -> Trace:

@@ -15,8 +15,7 @@ from padded_dispatch.tune.recommend import study
 from tests.support.processes import ENVIRONMENT
 from tests.support.traces import of_run, save, synthetic_trace
 
-SIZES = dict(num_steps=20, num_layers=2, num_ranks=2, num_tokens=40, num_experts=6, top_k=2)
-TRACE = synthetic_trace("lognormal", **SIZES, seed=5)
+TRACE = synthetic_trace("lognormal", num_steps=20, num_tokens=40, num_experts=6, seed=5)
 DEMAND = demand_of(TRACE)
 
 

@@ -8,12 +8,9 @@ from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import study
 from tests.support.traces import synthetic_trace
 
-SIZES = dict(num_steps=30, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
-
 
 def studied(*, drop=0.02, **given):
-    trace = synthetic_trace("lognormal", **SIZES)
-    return study(demand_of(trace), drop, name="x", **given)
+    return study(demand_of(synthetic_trace("lognormal", num_layers=3)), drop, name="x", **given)
 
 
 @pytest.fixture(scope="module")

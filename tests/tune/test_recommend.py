@@ -91,7 +91,7 @@ def test_a_step_that_asks_for_no_row_does_not_count():
 
 
 def test_missing_ranks_are_a_warning():
-    sizes = dict(num_steps=30, num_layers=1, num_ranks=4, num_tokens=16, num_experts=8, top_k=2)
+    sizes = dict(num_steps=30, num_layers=1, num_ranks=4, num_tokens=16, num_experts=8)
     trace = synthetic_trace("balanced", **sizes)
 
     def warnings(part):
@@ -115,12 +115,9 @@ def test_missing_ranks_are_a_warning():
     assert warning.startswith("2 of 30 steps lack some of their 4 ranks or 2 layers, so ")
 
 
-SIZES = dict(num_steps=40, num_layers=2, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
-
-
 def studied(kind, *, ranks=2, etp=1, **given):
     sizes = {"num_experts": 16 + 2 - ranks, "etp_size": etp}
-    return study(demand_of(of_run(synthetic_trace(kind, **SIZES), **sizes)), name="x", **given)
+    return study(demand_of(of_run(synthetic_trace(kind), **sizes)), name="x", **given)
 
 
 def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
@@ -132,7 +129,7 @@ def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
     rows = f"with capacity_pool=store (a store of {store.overall.room:,} rows): "
     assert rows in found.chosen.sentence() and store.overall.dropped <= 0.01
     assert {advice.factor for advice in store.layers.values()} == {store.overall.factor}
-    trace = synthetic_trace("lognormal", **SIZES)
+    trace = synthetic_trace("lognormal")
     for pool in POOLS:
         known = demand_of(of_run(trace, capacity_pool=pool))
         assert study(known, name="x").pool == pool

@@ -22,11 +22,9 @@ from padded_dispatch.tune.report import (
 )
 from tests.support.traces import synthetic_trace
 
-SIZES = dict(num_steps=40, num_layers=3, num_ranks=2, num_tokens=64, num_experts=16, top_k=2)
-
 
 def studied(**given):
-    trace = synthetic_trace("lognormal", **SIZES, seed=1)
+    trace = synthetic_trace("lognormal", num_layers=3, seed=1)
     return study(demand_of(trace), name="zipf <b>", **given)
 
 
@@ -112,7 +110,7 @@ def test_one_screen(found):
 
 
 def test_a_warning_is_in_the_text_and_on_the_page():
-    drift = synthetic_trace("drift", **SIZES, strength=2.0)
+    drift = synthetic_trace("drift", num_layers=3, strength=2.0)
     young = study(demand_of(drift), name="x", pools=("expert",))
     (warning,) = young.chosen.warnings()
     assert warning in " ".join(summary(young, Path("tune.html")).split())

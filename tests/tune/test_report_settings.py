@@ -20,8 +20,7 @@ MODEL: dict[str, Any] = dict(
     moe_router_topk=2,
     moe_aux_loss_coeff=0.0,
 )
-SIZES = dict(num_steps=30, num_layers=2, num_ranks=2, num_tokens=64, num_experts=8, top_k=2)
-TRACE = synthetic_trace("lognormal", **SIZES, seed=1)
+TRACE = synthetic_trace("lognormal", num_experts=8, seed=1)
 STUDIES = {
     pool: study(demand_of(TRACE), name="lognormal", pools=(pool,)) for pool in ("expert", "store")
 }
