@@ -21,6 +21,7 @@ from padded_dispatch.exchange import agreement as agreement_module
 from padded_dispatch.exchange import mirror as mirror_module
 from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes
 from padded_dispatch.exchange.mirror import AbsentRanksError
+from tests.support.graph_protocol import pretend_capture
 from tests.support.pool import WorkerError, WorkerPool
 from tests.support.threads import grid
 
@@ -182,9 +183,7 @@ def test_one_rank_compares_nothing(monkeypatch):
 def _check_in_capture(num_tokens: int) -> None:
     agreement = Agreement(dist.group.WORLD)
     agreement.check(dtype=torch.float32, T=5)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pretend_capture():
         agreement.check(dtype=torch.float32, T=num_tokens)
 
 
