@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_process")
 
 Joined = tuple[Chunk, list[int]]
 
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block"}
 DISPATCH = DispatchConfig(num_experts=4, top_k=2, capacity_factor=1.5, capacity_pool="store")
 
 
@@ -91,10 +92,9 @@ def test_a_layer_that_is_repeated_has_several_calls():
 
 
 def test_a_stages_last_layer_is_as_far_from_its_first_as_in_other_stages():
-    block = {"recompute_granularity": "full", "recompute_method": "block"}
-    config = changed(pipeline_model_parallel_size=2, recompute_num_layers=4, **block)
+    config = changed(pipeline_model_parallel_size=2, recompute_num_layers=4, **BLOCK)
     assert calls_of(joined(config, [5, 6, 7, 8], rank=1)) == [[], [], [], []]
-    config = changed(recompute_num_layers=2, **block)  # Of one stage.
+    config = changed(recompute_num_layers=2, **BLOCK)  # Of one stage.
     assert calls_of(joined(config, [1, 2, 3])) == [[], [], [0]]
 
 
@@ -102,21 +102,11 @@ def test_a_stages_last_layer_is_as_far_from_its_first_as_in_other_stages():
 @pytest.mark.parametrize(
     ("settings", "calls"),
     [
-        (
-            {
-                "recompute_granularity": "full",
-                "recompute_method": "block",
-                "recompute_num_layers": 2,
-            },
-            [[], [], [0]],
-        ),
-        ({"recompute_granularity": "full", "recompute_method": "uniform"}, [[], [], []]),
+        (BLOCK | {"recompute_num_layers": 2}, [[], [], [0]]),
+        (BLOCK | {"recompute_method": "uniform"}, [[], [], []]),
         (tiny.RECOMPUTE, [[], [], []]),
         (tiny.RECOMPUTE | {"cuda_graph_impl": "local"}, [[0], [1], [2]]),  # Megatron does not.
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-            [[0], [1], [2]],
-        ),
+        (tiny.RECOMPUTE | {"recompute_modules": ["core_attn"]}, [[0], [1], [2]]),
     ],
     ids=["block", "uniform", "moe", "local", "mlp"],
 )
