@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from megatron.core import package_info
 from megatron.core.fp4_utils import get_fp4_align_size
-from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -84,14 +83,8 @@ def test_all_refused_settings_are_named_at_once():
 NO_EXPERTS = ("attn",), ("moe_router",), ("attn", "moe_router", "moe_preprocess")
 
 
-def recipe_of_modules(**recipes: str) -> RecipeConfig:
-    """Return a quant_recipe that trains all modules in one recipe and evaluates them in bf16."""
-    params = {"training_recipe": recipes, "evaluation_recipe": {}}
-    return RecipeConfig.from_config_dict({"configs": {"all": params}})
-
-
 def test_graphs_that_would_keep_quantized_weights_are_refused():
-    own = {"quant_recipe": recipe_of_modules(fp8_quantization_recipe="tensorwise")}
+    own = tiny.own_recipe("fp8", "tensorwise")
     for graphs in (layer_graphs(), layer_graphs("moe"), layer_graphs("attn", "moe") | LOCAL):
         with pytest.raises(ValueError, match=r"  quant_recipe with experts in .*, without fp8 or"):
             check_config(megatron_config(**own, **graphs))
@@ -147,6 +140,9 @@ def test_no_factor_and_a_negative_one_drop_nothing(factor):
     assert translated.capacity(37) == 37
 
 
+NVFP4 = get_fp4_align_size("nvfp4")
+
+
 @pytest.mark.parametrize(
     ("settings", "rows"),
     [
@@ -154,24 +150,10 @@ def test_no_factor_and_a_negative_one_drop_nothing(factor):
         ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
         ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 16),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
-        ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, get_fp4_align_size("nvfp4")),
-        ({"quant_recipe": recipe_of_modules(fp8_quantization_recipe="tensorwise")}, 16),
-        (
-            {
-                "fp8": "hybrid",
-                "fp8_recipe": "delayed",
-                "quant_recipe": recipe_of_modules(fp4_quantization_recipe="nvfp4"),
-            },
-            get_fp4_align_size("nvfp4"),
-        ),
-        (
-            {
-                "fp8": "e4m3",
-                "fp8_recipe": "mxfp8",
-                "quant_recipe": recipe_of_modules(fp8_quantization_recipe="blockwise"),
-            },
-            32,
-        ),
+        ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, NVFP4),
+        (tiny.own_recipe("fp8", "tensorwise"), 16),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed", **tiny.own_recipe("fp4", "nvfp4")}, NVFP4),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8", **tiny.own_recipe("fp8", "blockwise")}, 32),
         ({"quant_recipe": object()}, 1),
     ],
 )

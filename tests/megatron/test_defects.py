@@ -13,7 +13,6 @@ import pytest
 import torch
 from megatron.core import package_info
 from megatron.core.inference import utils as inference_utils
-from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.transformer import transformer_config, transformer_layer
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
@@ -46,9 +45,7 @@ def ours(factor: float | None, **settings: Any) -> Any:
 
 
 # A recipe that asks for rows in multiples of 16; experts on a CPU compute as without it.
-TENSORWISE = RecipeConfig.from_config_dict(
-    {"configs": {"all": {"training_recipe": {"fp8_quantization_recipe": "tensorwise"}}}}
-)
+TENSORWISE = tiny.own_recipe("fp8", "tensorwise")
 
 
 def alike(num_tokens: int) -> Tensor:
@@ -179,7 +176,7 @@ def test_d5_alignment_loses_no_token():
     )
     assert (kept_TE > 0).sum() == 80 and (rows[1] > 0).sum() < 40
 
-    layer = ours(0.625, quant_recipe=TENSORWISE)
+    layer = ours(0.625, **TENSORWISE)
     layer.config.moe_router_padding_for_quantization = True
     take_over(layer.config)
     assert layer.config.moe_router_padding_for_quantization is False
@@ -262,7 +259,7 @@ def test_d10_rows_per_expert_can_be_aligned():
     """Stock passes 20 rows per expert, which Transformer Engine copies to pad them to its tile."""
     x = tokens(40, 1)
     assert expert_inputs(stock(1.0), x)[1].tolist() == [20] * 4
-    layer = ours(1.0, quant_recipe=TENSORWISE)
+    layer = ours(1.0, **TENSORWISE)
     assert expert_inputs(layer, x)[1].tolist() == [32] * 4
 
 

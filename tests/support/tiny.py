@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -77,6 +78,12 @@ def config(
     if options:
         made.padded_dispatch = PaddedOptions(**options)
     return made
+
+
+def own_recipe(name: str, value: str) -> dict[str, Any]:
+    """Return a quant_recipe that trains all modules in one recipe and evaluates them in bf16."""
+    params = {"training_recipe": {f"{name}_quantization_recipe": value}, "evaluation_recipe": {}}
+    return {"quant_recipe": RecipeConfig.from_config_dict({"configs": {"all": params}})}
 
 
 def layer_spec() -> Any:
