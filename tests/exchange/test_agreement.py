@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch import DispatchConfig, PaddedDispatcher
-from padded_dispatch.config import FIT
 from padded_dispatch.exchange import agreement as agreement_module
 from padded_dispatch.exchange import mirror as mirror_module
 from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes
@@ -199,15 +198,11 @@ def test_a_capture_accepts_only_shapes_of_an_eager_call(pool2):
 # What is compared.
 
 
-def compared(config: DispatchConfig, num_tokens: int, **how: Any) -> dict[str, str]:
-    agreement = Mock(Agreement)
-    agree_on_shapes(agreement, config, torch.zeros(num_tokens, 3), (("rule", 7),), **how)
-    (rules,), shapes = agreement.check.call_args
-    return {name: str(value) for name, value in (*rules, *shapes.items())}
-
-
 def test_all_that_decides_a_result_is_compared():
-    found = compared(CONFIG, 8, layout="padded")
+    agreement = Mock(Agreement)
+    agree_on_shapes(agreement, CONFIG, torch.zeros(8, 3), (("rule", 7),), layout="padded")
+    (rules,), shapes = agreement.check.call_args
+    found = {name: str(value) for name, value in (*rules, *shapes.items())}
     assert found == {
         "T": "8",
         "D": "3",
@@ -227,12 +222,6 @@ def test_all_that_decides_a_result_is_compared():
         "etp_size": "1",
     }
     assert json.dumps(found)  # It travels as text.
-
-
-def test_sizes_that_fit_are_no_part_of_it():
-    config = DispatchConfig(num_experts=4, top_k=2, capacity_factor=FIT)
-    for num_tokens in (3, 8):
-        assert compared(config, num_tokens, any_tokens=True)["T"] == "any but 0"
 
 
 def test_no_tokens_raise_after_the_comparison():

@@ -23,7 +23,6 @@ from padded_dispatch.exchange.mirror import (
     _wait,
     absent_ranks_named,
     mirror_of,
-    time_limit,
 )
 from tests.support import pool as workers
 from tests.support.pool import WorkerError, WorkerPool
@@ -170,16 +169,6 @@ def test_a_rank_that_creates_no_dispatcher_is_named(pool2):
     assert words.startswith(
         "all 2 ranks of a group must create their dispatcher within 0.5 s, got none from rank 1; "
     )
-
-
-def _limits() -> list[float]:
-    groups = [dist.new_group(timeout=timedelta(seconds=33)), dist.group.WORLD]
-    return [time_limit(group) for group in groups]
-
-
-def test_the_time_limit_is_that_of_the_process_group(pool2):
-    for given, default in pool2.run(_limits):
-        assert given == 33.0 and default > 33.0
 
 
 def test_the_store_is_not_waited_for(monkeypatch):
