@@ -33,7 +33,6 @@ from padded_dispatch.counters import Counters
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.exchange.direct import DirectWire
 from padded_dispatch.exchange.symmetric_memory import Buffers
-from padded_dispatch.experts import packed
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.kernels import (
     Scaled,
@@ -75,7 +74,7 @@ def launch_all() -> None:
         case = Case(biased=True, sums=True, activation=GPT_OSS)
         for direct_stores, is_scaled in itertools.product((False, True), repeat=2):
             with patch.object(Collectives, "start", start) if direct_stores else nullcontext():
-                trained(dataclasses.replace(case, scaled=is_scaled), packed.run, bf16)
+                trained(dataclasses.replace(case, scaled=is_scaled), dtype=bf16)
     asked_TE, probs_TE = torch.ones(64, 8, dtype=torch.bool), torch.ones(64, 8)
     kept_TE, demand_E = select.kept_map(asked_TE, probs_TE, 3, "probs")
     made = Counters(DispatchConfig(num_experts=8, top_k=2), "cpu")

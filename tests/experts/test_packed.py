@@ -81,10 +81,17 @@ class Case:
 
 
 class Model:
-    """The leaves of a model, drawn alike for each dtype, and where it keeps its rows."""
+    """A model whose experts `run` computes; its leaves are drawn alike for each dtype."""
 
-    def __init__(self, case: Case, dtype: torch.dtype) -> None:
-        self.case, self.store = case, Store()
+    def __init__(
+        self, case: Case, run: Any = packed.run, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.case, self.run, self.store = case, run, Store()
+        if case.exchange == "direct":
+            self.exchange: Any = DirectStores(case.local_experts, dist.group.WORLD)
+        else:
+            group, etp_group, _ = grid(case.ranks, case.etp)
+            self.exchange = Collectives(case.local_experts, group, etp_group)
         sizes: Any = {"num_tokens": case.tokens, "hidden": WIDTH, "ffn": FFN}
         how = {"activation": case.activation, "biased": case.biased}
         drawn = make_case(case.config, case.routings, **sizes, **how)
@@ -104,6 +111,20 @@ class Model:
                 more["scaled"].refresh(*leaves)
             self.weights.append(dataclasses.replace(weights, **more))
 
+    def forward(self, room: TakeRoom | None = None, numbers: Iterable[int] | None = None) -> Tensor:
+        case, hidden_TD = self.case, self.tokens_TD
+        for number in range(len(self.weights)) if numbers is None else numbers:
+            asked_TE, probs_TE = self.maps_YTE[number], self.probs_YTE[number]
+            map_TE, _ = self.exchange.strike(asked_TE, probs_TE, case.slots, "probs")
+            plan = make_plan(map_TE, top_k=2)
+            wire = self.exchange.start(plan, hidden_TD, case.slots)
+            prob_TK = choice_probs(probs_TE, plan.expert_TK)
+            take_room = room or partial(self.store.take, [number], case.tokens)
+            given = self.weights[number], case.activation, Call(wire=wire, take_room=take_room)
+            out_TD = self.run(hidden_TD, prob_TK, *given)
+            hidden_TD = out_TD.add_(hidden_TD)  # It can be changed in place.
+        return hidden_TD
+
     def gradients(self) -> dict[str, Tensor]:
         found = {name: leaf.grad for name, leaf in self.rank.leaves().items()}
         for number, weights in enumerate(self.weights):
@@ -118,48 +139,20 @@ def sums_of_ones(weight_LOI: Tensor) -> Sums:
     return Sums(sums_LOI=ones, spare_LOI=torch.empty_like(ones), zeroed=zeroed)
 
 
-def exchange_of(case: Case) -> Any:
-    if case.exchange == "direct":
-        return DirectStores(case.local_experts, dist.group.WORLD)
-    group, etp_group, _ = grid(case.ranks, case.etp)
-    return Collectives(case.local_experts, group, etp_group)
-
-
-def forward(
-    model: Model,
-    run: Any,
-    exchange: Any,
-    room: TakeRoom | None = None,
-    numbers: Iterable[int] | None = None,
-) -> Tensor:
-    case, hidden_TD = model.case, model.tokens_TD
-    for number in range(len(model.weights)) if numbers is None else numbers:
-        weights = model.weights[number]
-        asked_TE, probs_TE = model.maps_YTE[number], model.probs_YTE[number]
-        map_TE, _ = exchange.strike(asked_TE, probs_TE, case.slots, "probs")
-        plan = make_plan(map_TE, top_k=2)
-        wire = exchange.start(plan, hidden_TD, case.slots)
-        prob_TK = choice_probs(model.probs_YTE[number], plan.expert_TK)
-        call = Call(wire=wire, take_room=room or partial(model.store.take, [number], case.tokens))
-        out_TD = run(hidden_TD, prob_TK, weights, case.activation, call)
-        hidden_TD = out_TD.add_(hidden_TD)  # It can be changed in place.
-    return hidden_TD
-
-
-def trained(case: Case, run: Any, dtype: torch.dtype, passes: int = 1) -> dict[str, Tensor]:
-    model, exchange = Model(case, dtype), exchange_of(case)
+def trained(case: Case, passes: int = 1, **how: Any) -> dict[str, Tensor]:
+    model = Model(case, **how)
     for _ in range(passes):
-        out_TD = forward(model, run, exchange)
+        out_TD = model.forward()
         out_TD.backward(model.grad_TD)
     assert stacks_are_empty(model.store)
     return {"out": out_TD.detach().double()} | model.gradients()
 
 
-def on_ranks(case: Case, *args: Any) -> list[dict[str, Tensor]]:
+def on_ranks(case: Case, **how: Any) -> list[dict[str, Tensor]]:
     if case.ranks * case.etp == 1:
-        return [trained(case, *args)]
+        return [trained(case, **how)]
     with threads_as_ranks():
-        return run_on_threads(case.ranks * case.etp, trained, case, *args)
+        return run_on_threads(case.ranks * case.etp, partial(trained, case, **how))
 
 
 CASES = [
@@ -197,9 +190,10 @@ def test_a_pass_beside_the_plain_one(case: Case, scaled: bool):
     """
     case = dataclasses.replace(case, scaled=scaled)
     with poisoned_memory():
-        ours = on_ranks(case, packed.run, torch.float32)
+        ours = on_ranks(case)
     dtype = torch.float32 if scaled else torch.float64
-    plains = on_ranks(dataclasses.replace(case, exchange="alltoall"), plain.run, dtype)
+    beside = dataclasses.replace(case, exchange="alltoall")
+    plains = on_ranks(beside, run=plain.run, dtype=dtype)
     terms = WIDTH + FFN + 2 * case.tokens * case.ranks * case.etp
     allowed = (8 if scaled else 1) * terms * 2**-24
     for got, expected in zip(ours, plains, strict=True):
@@ -215,27 +209,25 @@ def test_bits_do_not_depend_on_the_factor(exchange: str, kind: dict[str, Any]):
     """At 0.01 a store holds a layer, which the next one overwrites; at 2 all layers."""
     case = Case(ranks=2, routings=("full", "hot", "one rank"), exchange=exchange, **kind, **SMALL)
     with poisoned_memory():
-        few, many = (
-            on_ranks(dataclasses.replace(case, factor=factor), packed.run, torch.float32, 2)
-            for factor in (0.01, 2.0)
-        )
+        cases = (dataclasses.replace(case, factor=factor) for factor in (0.01, 2.0))
+        few, many = (on_ranks(one, passes=2) for one in cases)
     assert not any(map(differences, few, many))
 
 
 def test_direct_stores_equal_collectives_in_bits_where_a_rank_has_one_choice():
     """Collectives round the sum of each rank; with one expert each there is nothing to add."""
     case = Case(ranks=2, routings=("full", "full"), factor=1.5, local_experts=1, tokens=3)
-    ours = on_ranks(dataclasses.replace(case, exchange="direct"), packed.run, torch.float32, 2)
-    theirs = on_ranks(case, packed.run, torch.float32, 2)
+    ours = on_ranks(dataclasses.replace(case, exchange="direct"), passes=2)
+    theirs = on_ranks(case, passes=2)
     assert not any(map(differences, ours, theirs))
 
 
 def _trained_in_flight(case: Case, in_flight: int) -> dict[str, Tensor]:
     """Two forward passes, with one or both of them in flight, each with a backward pass."""
-    model, exchange = Model(case, torch.float32), exchange_of(case)
+    model = Model(case)
     waiting: list[Tensor] = []
     for _ in range(2):
-        waiting.append(forward(model, packed.run, exchange))
+        waiting.append(model.forward())
         if len(waiting) == in_flight:
             for out_TD in waiting:
                 out_TD.backward(model.grad_TD)
@@ -254,11 +246,10 @@ def test_microbatches_in_flight_whose_rows_are_computed_again(exchange: str):
 
 def _trained_beside_a_broken_pass(case: Case, breaks: bool) -> dict[str, Tensor]:
     """Two layers are trained; a third one runs behind them, and nobody asks for its gradients."""
-    model = Model(case, torch.float32)
-    run = partial(forward, model, packed.run, exchange_of(case))
-    out_TD = run(numbers=range(2))
+    model = Model(case)
+    out_TD = model.forward(numbers=range(2))
     if breaks:
-        run(numbers=[2])
+        model.forward(numbers=[2])
     out_TD.backward(model.grad_TD)
     return model.gradients()
 
@@ -274,28 +265,26 @@ def test_transients_hold_what_can_arrive(monkeypatch):
     found = []
     row_tiles = gemm.row_tiles
     monkeypatch.setattr(gemm, "row_tiles", lambda one: found.append(one.num_rows) or row_tiles(one))
-    on_ranks(Case(ranks=4, routings=("full",), slots=1), packed.run, torch.float32)
+    on_ranks(Case(ranks=4, routings=("full",), slots=1))
     assert found == [4 * 1 * 2] * 4  # 4 sources, a slot, K = 2; the store has 40.
     found.clear()
-    on_ranks(Case(ranks=4, routings=("full",), slots=1, local_experts=1), packed.run, torch.float32)
+    on_ranks(Case(ranks=4, routings=("full",), slots=1, local_experts=1))
     assert found == [4 * 1 * 1] * 4
 
 
 def test_rooms_that_keep_nothing_compute_the_same():
     case = Case(routings=("thin", "full"))
-    model, exchange = Model(case, torch.float32), exchange_of(case)
-    given = partial(forward, model, packed.run, exchange)
+    model = Model(case)
     with poisoned_memory():
-        kept = given()
+        kept = model.forward()
         with torch.no_grad():
-            assert torch.equal(given(partial(scratch, case.config, case.tokens)), kept)
-            assert torch.equal(given(fitting), kept)
+            assert torch.equal(model.forward(partial(scratch, case.config, case.tokens)), kept)
+            assert torch.equal(model.forward(fitting), kept)
 
 
 def _without_gradients(case: Case) -> None:
     with torch.no_grad():
-        model, room = Model(case, torch.float32), partial(scratch, case.config, case.tokens)
-        forward(model, packed.run, exchange_of(case), room)
+        Model(case).forward(partial(scratch, case.config, case.tokens))
 
 
 def test_a_pass_without_gradients_keeps_no_tokens(monkeypatch):
@@ -322,9 +311,8 @@ def test_recompute_frees_what_the_first_pass_kept(monkeypatch):
 
     monkeypatch.setattr(Room, "buffers", noted)
     for recompute in (False, True):
-        model, exchange = Model(case, torch.float32), exchange_of(case)
-        room = partial(scratch, case.config, TOKENS)
-        run = partial(forward, model, packed.run, exchange, room)
+        model = Model(case)
+        run = partial(model.forward, partial(scratch, case.config, TOKENS))
         with poisoned_memory():
             out_TD = checkpoint(run, use_reentrant=False) if recompute else run()
             kept = [weakref.ref(buffers.fc1_MG) for buffers in made]
@@ -342,16 +330,15 @@ def test_sizes_that_products_need(monkeypatch):
     asked = []
     monkeypatch.setattr(gemm, "check_on_gpu", lambda *given: asked.append(given[1:]))
     for scaled in (False, True):
-        trained(Case(scaled=scaled), packed.run, torch.float32)
-    shape = Model(Case(), torch.float32).weights[0].fc2_LDF.shape
+        trained(Case(scaled=scaled))
+    shape = Model(Case()).weights[0].fc2_LDF.shape
     assert [(weight.shape, multiple) for weight, multiple in asked] == [(shape, 8), (shape, 16)]
 
 
 def test_backward_runs_once():
-    case = Case()
-    model = Model(case, torch.float32)
     for experts in (plain, packed):
-        out_TD = forward(model, experts.run, exchange_of(case))
+        model = Model(Case(), experts.run)
+        out_TD = model.forward()
         out_TD.sum().backward(retain_graph=True)
         with pytest.raises(ValueError, match="once per forward pass"):
             out_TD.sum().backward()
@@ -364,10 +351,10 @@ def test_backward_passes_in_the_order_of_forward_passes(experts: Any):
     """As with a loss for each layer: the rows of a layer behind stay."""
     case, found = Case(routings=("full", "hot"), factor=2.0), []
     for in_order in (False, True):
-        model, exchange, outs = Model(case, torch.float32), exchange_of(case), []
+        model, outs = Model(case, experts.run), []
         with poisoned_memory():
             for number in range(2):
-                outs.append(forward(model, experts.run, exchange, numbers=[number]))
+                outs.append(model.forward(numbers=[number]))
                 model.tokens_TD = outs[-1].detach()
             for out_TD in outs if in_order else reversed(outs):
                 out_TD.backward(model.grad_TD)
@@ -382,15 +369,14 @@ def test_a_pass_that_goes_on_behind_another_order_of_backward_passes(experts: An
     """Two branches on a trunk, a gradient of each, then both again in the usual order."""
     case, found = Case(routings=("full",) * 3, factor=1.0), []
     for before in (False, True):
-        model, exchange = Model(case, torch.float32), exchange_of(case)
-        run = partial(forward, model, experts.run, exchange)
-        trunk_TD, first_TD = run(numbers=[0]), model.tokens_TD
+        model = Model(case, experts.run)
+        trunk_TD, first_TD = model.forward(numbers=[0]), model.tokens_TD
         model.tokens_TD = trunk_TD.detach().requires_grad_()
         if before:
-            for out_TD in [run(numbers=[number]) for number in (1, 2)]:
+            for out_TD in [model.forward(numbers=[number]) for number in (1, 2)]:
                 out_TD.backward(model.grad_TD)
             model.tokens_TD.grad = model.weights[1].fc1_LGD.grad = None
-        one_TD, other_TD = (run(numbers=[number]) for number in (1, 2))
+        one_TD, other_TD = (model.forward(numbers=[number]) for number in (1, 2))
         other_TD.backward(model.grad_TD)
         one_TD.backward(model.grad_TD)
         trunk_TD.backward(model.tokens_TD.grad)
@@ -408,15 +394,14 @@ def test_micro_batches_in_turn_share_stacks(experts: Any, factor: float, scaled:
     )
     found = []
     for parts in ([(0,), (1,)], [(0, 1)]):
-        model = Model(case, torch.float32)
-        run = partial(forward, model, experts.run, exchange_of(case))
+        model = Model(case, experts.run)
         given = [(model.tokens_TD.detach() * n).requires_grad_() for n in (1, 2)]
         hidden = list(given)
         for part in parts:
             with poisoned_memory():
                 for number, n in itertools.product(range(3), part):
                     model.tokens_TD = hidden[n]
-                    hidden[n] = run(numbers=[number])
+                    hidden[n] = model.forward(numbers=[number])
                 for n in part:
                     hidden[n].backward(model.grad_TD)
         gradients = [one.grad for one in (*given, *(w.fc1_LGD for w in model.weights))]
