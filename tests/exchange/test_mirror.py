@@ -9,6 +9,7 @@ import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -241,40 +242,20 @@ def test_threads_of_a_mirror_end_with_its_group(pool2):
         assert 0 < with_group < with_mirror and after == 0
 
 
-class _EndsAfterTheLook:
-    """A collective that ends just after the first wait for it has given up."""
-
-    def __init__(self, error: str) -> None:
-        self.error = error
-        self.looks: list[tuple[timedelta, ...]] = []
-
-    def wait(self, *seconds: timedelta) -> None:
-        self.looks.append(seconds)
-        if len(self.looks) == 1:
-            raise RuntimeError("timed out")
-        if self.error:
-            raise RuntimeError(self.error)
-
-    def is_completed(self) -> bool:
-        return True
-
-
 def test_a_collective_that_ends_as_a_look_for_signals_begins():
-    ends = _EndsAfterTheLook("")
-    _wait(ends)
-    assert ends.looks == [(timedelta(seconds=1),), ()]  # Ctrl-C waits for a second at most.
+    timed_out = RuntimeError("timed out")
+    work = Mock(**{"wait.side_effect": [timed_out, None]})
+    _wait(work)
+    # Ctrl-C waits for a second at most.
+    assert work.wait.mock_calls == [call(timedelta(seconds=1)), call()]
+    work.wait.side_effect = [timed_out, RuntimeError("closed")]
     with pytest.raises(RuntimeError, match="closed"):
-        _wait(_EndsAfterTheLook("closed"))
-
-
-class _DeadStore:
-    def set(self, key: str, value: str) -> None:
-        raise RuntimeError("connection closed")
+        _wait(work)
 
 
 def _one_is_absent_and_the_store_is_gone() -> str:
     mirror = Mirror([dist.new_group()], LONG_S)
-    mirror._store = _DeadStore()  # pyright: ignore[reportAttributeAccessIssue]
+    mirror._store = Mock(**{"set.side_effect": RuntimeError("connection closed")})
     words = errors_of_calls(mirror, 0.5)[0] if dist.get_rank() == 1 else ""
     dist.barrier()
     return words
