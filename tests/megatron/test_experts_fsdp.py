@@ -26,7 +26,6 @@ from padded_dispatch.utils.patches import Patches
 from tests.support import tiny
 from tests.support.gpt import model_inputs
 from tests.support.parity import megatron
-from tests.support.pool import WorkerPool
 
 LENGTH, VOCAB = 8, 64
 
@@ -76,15 +75,7 @@ def fsdp_on_cpu() -> Iterator[None]:
         yield
 
 
-def losses(
-    dispatcher: str,
-    strategy: str,
-    *,
-    ep: int,
-    steps: int,
-    fields: dict[str, Any] | None = None,
-    **options: Any,
-) -> list[float]:
+def losses(dispatcher: str, strategy: str, *, ep: int, steps: int, **given: Any) -> list[float]:
     """Train for some steps on this rank's tokens, the last on those of the first; return losses."""
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
@@ -95,8 +86,7 @@ def losses(
         attention_dropout=0.0,
         init_method_std=0.3,
         expert_model_parallel_size=ep,
-        **(fields or {}),
-        **options,
+        **given,
     )
     model = GPTModel(config, tiny.layer_spec(), VOCAB, LENGTH)
     ddp = DistributedDataParallelConfig(
@@ -125,7 +115,7 @@ def losses(
 
 
 @pytest.fixture(autouse=True)
-def workers_end(pool2: WorkerPool) -> Iterator[None]:
+def workers_end(pool2) -> Iterator[None]:
     """End the workers: caches of DTensor keep meshes, and those hold groups.
 
     Workers that other tests had used have died in Megatron-FSDP's collectives.
@@ -163,7 +153,7 @@ def test_losses_are_those_of_stock(pool2, strategy, ep):
 def _said(captured: dict[str, Any], experts: str) -> str:
     """Return what the first pass says of graphs of layers; "" where it trains."""
     with megatron("cpu", expert_model_parallel_size=2), fsdp_on_cpu():
-        how = {"ep": 2, "steps": 1, "experts": experts, "fields": captured}
+        how = {"ep": 2, "steps": 1, "experts": experts, **captured}
         try:
             losses("padded_alltoall", "optim_grads_params", **how)
         except ValueError as error:
