@@ -28,7 +28,6 @@ from padded_dispatch.megatron.experts import (
 from tests.megatron.test_stacked_linear import biases_of
 from tests.support import parity, tiny
 from tests.support.direct_parity import differences
-from tests.support.pool import WorkerPool
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -358,7 +357,7 @@ def _attributes() -> list[dict[str, Any]]:
         return found
 
 
-def test_parameters_keep_megatrons_attributes(pool2: WorkerPool):
+def test_parameters_keep_megatrons_attributes(pool2):
     """Above all which ranks reduce their gradients; a dimension in front moves the others."""
     for found in pool2.run(_attributes):
         (fc1, fc2, *biases), (packed_fc1, packed_fc2, *packed_biases) = found[:4], found[4:]

@@ -17,7 +17,6 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 
 from tests.support import parity, tiny
-from tests.support.pool import WorkerPool
 
 BIASED = pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
@@ -96,7 +95,7 @@ def test_shards_are_those_of_the_module_it_replaces(offsets, gated, biased, one_
     ("ep", "experts_of_ranks", "replicas"),
     [(2, [{0, 1}, {2, 3}], [0, 0]), (1, [{0, 1, 2, 3}] * 2, [0, 1])],
 )
-def test_ranks_share_the_experts(pool2: WorkerPool, ep, experts_of_ranks, replicas):
+def test_ranks_share_the_experts(pool2, ep, experts_of_ranks, replicas):
     sizes = {"expert_model_parallel_size": ep}
     for rank, (ours, theirs) in enumerate(pool2.run(_on_two_ranks, sizes)):
         assert_same(ours, theirs)
@@ -106,7 +105,7 @@ def test_ranks_share_the_experts(pool2: WorkerPool, ep, experts_of_ranks, replic
 
 @GATED
 @ONE_BY_ONE
-def test_ranks_share_each_expert(pool2: WorkerPool, gated, one_by_one):
+def test_ranks_share_each_expert(pool2, gated, one_by_one):
     sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
     found = pool2.run(_on_two_ranks, sizes, gated, one_by_one)
     shards = [where[:3] for ours, _ in found for where in ours if "weight" in where[0]]
