@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import re
 import subprocess
-from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,6 @@ NODE_RANK=1 MASTER_ADDR=host0 SLURM_JOB_NODELIST='host[0-1]' SLURM_NNODES=2 SLUR
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A command of the page: words for torchrun before the launcher, words for it behind it."""
-
-    torchrun: list[str]
-    launcher: list[str]
-
-
 def recipes() -> dict[str, str]:
     """Return the bash blocks by the names in the comments before them."""
     found = re.findall(
@@ -53,8 +44,11 @@ def recipes() -> dict[str, str]:
     return dict(found)
 
 
-def expand(name: str, folder: Path, *, graphs: str = GRAPHS_018) -> Command:
-    """Run a block in bash with stand-ins for its programs, and return what torchrun would get."""
+def expand(name: str, folder: Path, *, graphs: str = GRAPHS_018) -> tuple[list[str], list[str]]:
+    """Run a block in bash with stand-ins for its programs.
+
+    Return what torchrun would get: its own words, and those behind the launcher.
+    """
     of_page = recipes()
     (folder / "args.sh").write_text(of_page["args.sh"])
     (array,) = re.findall(r"^GRAPHS=.*$", of_page[graphs], re.MULTILINE)
@@ -68,7 +62,7 @@ def expand(name: str, folder: Path, *, graphs: str = GRAPHS_018) -> Command:
     words = done.stdout.split("\n\n")[-1].strip("\n").split("\n")
     start = words.index(LAUNCHER[0])
     assert words[start : start + 2] == LAUNCHER
-    return Command(torchrun=words[:start], launcher=words[start + 2 :])
+    return words[:start], words[start + 2 :]
 
 
 # Flags of Megatron-LM that are named otherwise than the field of the config.
@@ -108,9 +102,9 @@ def value_of(words: list[str]) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in recipes() if name != "args.sh"])
 def test_torchrun_and_the_launcher_take_their_words(name, tmp_path):
-    command = expand(name, tmp_path)
-    given = get_args_parser().parse_args([*command.torchrun, "pretrain_gpt.py"])
-    options, script, arguments = read(command.launcher)
+    torchrun, launcher = expand(name, tmp_path)
+    given = get_args_parser().parse_args([*torchrun, "pretrain_gpt.py"])
+    options, script, arguments = read(launcher)
     assert script == "pretrain_gpt.py"
     assert options.trace == ("traces" if name == "trace" else None)
     flags = flags_of(arguments)
@@ -129,7 +123,7 @@ def test_megatrons_config_accepts_the_flags(tmp_path):
     """Of the installed version, with the graphs of the recipe for it."""
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     graphs = GRAPHS_018 if "cuda_graph_modules" in fields else GRAPHS_016
-    _, _, arguments = read(expand("one host", tmp_path, graphs=graphs).launcher)
+    _, _, arguments = read(expand("one host", tmp_path, graphs=graphs)[1])
     flags = {NAMES.get(flag, flag): words for flag, words in flags_of(arguments).items()}
     install()
     config: Any = TransformerConfig(

@@ -16,7 +16,7 @@ import gc
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,14 +76,6 @@ class GenerationCase(Sizes):
     @property
     def max_tokens(self) -> int:
         return max(self.prompts) + self.new_tokens
-
-
-@dataclass
-class Generated:
-    """Logits of each step, [steps, B, V], in fp32, and the tokens that were taken, [steps, B]."""
-
-    logits: list[Tensor] = field(default_factory=list)
-    tokens: list[Tensor] = field(default_factory=list)
 
 
 def contiguous_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,11 +138,16 @@ def gpt(
     return (Float16Module(config, model) if config.bf16 else model.to(dtype)).eval()
 
 
-def generate(case: GenerationCase, model: Any, given: list[Tensor] | None = None) -> Generated:
-    """Let the static engine generate from this rank's prompts, greedily, or take `given` tokens."""
+def generate(
+    case: GenerationCase, model: Any, given: list[Tensor] | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Let the static engine generate from this rank's prompts, greedily, or take `given` tokens.
+
+    Return logits of each step, [steps, B, V], in fp64, and the tokens that were taken, [steps, B].
+    """
     inference_utils.moe_layer_cache = None  # Megatron keeps the first model's layers.
     prompts, max_batch = prompts_of(case, dist.get_rank()), len(case.prompts)
-    found, config = Generated(), model.config
+    config, logits, taken = model.config, [], []
     if InferenceWrapperConfig is not None:
         wrapper_config = InferenceWrapperConfig(
             hidden_size=case.hidden,
@@ -169,10 +166,9 @@ def generate(case: GenerationCase, model: Any, given: list[Tensor] | None = None
     engine = StaticInferenceEngine(controller, max_batch_size=max_batch, legacy=True)
 
     def sample(last_token_logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        step = len(found.logits)
-        found.logits.append(last_token_logits.double())
-        tokens = last_token_logits.argmax(-1) if given is None else given[step]
-        found.tokens.append(tokens)
+        tokens = last_token_logits.argmax(-1) if given is None else given[len(logits)]
+        logits.append(last_token_logits.double())
+        taken.append(tokens)
         return tokens
 
     controller.sample_from_logits = sample
@@ -182,7 +178,7 @@ def generate(case: GenerationCase, model: Any, given: list[Tensor] | None = None
     if hasattr(inference_utils, "InferenceMode"):  # From 0.18 on; the engine never unsets it.
         inference_utils.InferenceMode.unset_active()
     assert all(len(request.generated_tokens) == case.new_tokens for request in requests)
-    return found
+    return torch.stack(logits), taken
 
 
 def generates_as_stock(case: GenerationCase) -> list[str]:
@@ -191,20 +187,19 @@ def generates_as_stock(case: GenerationCase) -> list[str]:
         dtype = torch.bfloat16 if case.on_gpu else torch.float32
         exact_dtype = torch.float32 if case.on_gpu else torch.float64
         first = gpt(case, exact_dtype, padded=False)
-        exact = generate(case, first)
+        wanted, tokens = generate(case, first)
         weights = first.state_dict() if case.on_gpu else None  # On CPUs all dtypes draw alike.
         plain = gpt(case, dtype, padded=False, weights=weights)
-        stock = generate(case, plain, exact.tokens)
+        stock, _ = generate(case, plain, tokens)
         del plain
         model = gpt(case, dtype, padded=True, weights=weights)
-        ours = generate(case, model, exact.tokens)
-        wanted, logits, of_stock = (torch.stack(one.logits) for one in (exact, ours, stock))
-        error, stock_error = ((one - wanted).square().mean().sqrt() for one in (logits, of_stock))
+        ours, _ = generate(case, model, tokens)
+        error, stock_error = ((one - wanted).square().mean().sqrt() for one in (ours, stock))
         limit = 2 * stock_error + torch.finfo(dtype).eps * wanted.abs().max()
         # A near tie in fp32 may be decided otherwise by the noise of the case's dtype.
         top = wanted.topk(2).values
         tied = top[..., 0] - top[..., 1] < 8 * stock_error
-        others = logits.argmax(-1) != wanted.argmax(-1)
+        others = ours.argmax(-1) != wanted.argmax(-1)
         counts = [m.token_dispatcher.eval_counters for m in model.modules() if is_padded(m)]
         dropped: Any = sum((one.demand_E - one.kept_E).sum() for one in counts)
         dist.all_reduce(dropped)  # A rank counts what it asked for, and what it received.
