@@ -34,10 +34,10 @@ def threads() -> Iterator[None]:
         yield
 
 
-def _direct(layers: list[Layer], routing: str) -> tuple[list[str], int]:
+def _direct(layers: list[Layer]) -> tuple[list[str], int]:
     """Run all forward passes, then all backward passes; return what differs, and barriers."""
     exchanges = [layer.direct() for layer in layers]
-    inputs = [make_inputs(layer, routing, seed, CPU) for seed, layer in enumerate(layers)]
+    inputs = [make_inputs(layer, "uniform", seed, CPU) for seed, layer in enumerate(layers)]
     waiting = [forward(*one) for one in zip(exchanges, layers, inputs, strict=True)]
     found = []
     for backward, layer, given in zip(waiting, layers, inputs, strict=True):
@@ -48,7 +48,7 @@ def _direct(layers: list[Layer], routing: str) -> tuple[list[str], int]:
 def test_layers_of_different_shapes_share_memory(caplog):
     layers = [SMALL, WIDE, SMALL, WIDE]
     with caplog.at_level("INFO", "padded_dispatch"):
-        assert run_on_threads(2, _direct, layers, "uniform") == [([], 16)] * 2
+        assert run_on_threads(2, _direct, layers) == [([], 16)] * 2
     # One line of the job for each allocation.
     line = "direct exchange: 0.00 GiB on each of 2 ranks, shared by all layers, for"
     assert caplog.messages == [f"{line} 3 tokens", f"{line} 5 tokens"]
@@ -56,7 +56,7 @@ def test_layers_of_different_shapes_share_memory(caplog):
 
 def _different_tokens() -> list[str]:
     layer = dataclasses.replace(SMALL, tokens=dist.get_rank() + 2, slots=5)
-    return _direct([layer], "uniform")[0]
+    return _direct([layer])[0]
 
 
 def test_ranks_may_have_different_numbers_of_tokens():

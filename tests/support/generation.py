@@ -15,7 +15,7 @@ import faulthandler
 import gc
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -230,9 +230,7 @@ def _with_lists(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _world(case: GenerationCase) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(megatron(case.device, **case.groups))
-        patches = stack.enter_context(Patches())
+    with megatron(case.device, **case.groups), Patches() as patches:
         patches.set(static_engine, "HAVE_TQDM", True)
         if case.on_gpu:
             from megatron.core.extensions.transformer_engine import TEDotProductAttention as Core

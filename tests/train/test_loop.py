@@ -67,16 +67,10 @@ def rows_of(counters) -> tuple[int, int]:
     return int(counters.demand_E.sum()), int(counters.kept_E.sum() - counters.num_again)
 
 
-def assert_trace_says_the_same(
-    folder: Path,
-    counted: list[Counted],
-    *,
-    factor: float,
-    store_layers: int | None = None,
-) -> None:
-    """Check that a replay of the run's trace, at its factor, equals the counters of all ranks."""
+def assert_trace_says_the_same(folder: Path, counted: list[Counted], **given: int) -> None:
+    """Check that a replay of the run's trace, at factor 0.5, equals the counters of all ranks."""
     demand = demand_of(load_traces([folder]))
-    found = replay(demand, [factor], pool=demand.run.capacity_pool, store_layers=store_layers)
+    found = replay(demand, [0.5], pool=demand.run.capacity_pool, **given)
     assert found.dropped.sum() > 0  # Else the test would be weak.
     places = [
         (step, layer)
@@ -274,7 +268,7 @@ def _counted(flags: str) -> Counted:
 def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, exchange, given):
     run = f"--steps 2 --capacity-factor 0.5 --trace {tmp_path} {flags}"
     counted = pool2.run(_counted, run)
-    assert_trace_says_the_same(tmp_path, counted, factor=0.5, **given)
+    assert_trace_says_the_same(tmp_path, counted, **given)
     trace = load_traces([tmp_path])
     assert (trace.run.num_experts, trace.run.top_k, trace.run.num_tokens) == (8, 2, 72)
     assert (trace.run.hidden_size, trace.run.fc1_width) == (128, 2 * 256)
@@ -334,7 +328,7 @@ def check_on_gpus(pool: WorkerPool, folder: Path, flags: str) -> None:
         traced = f"--trace {folder / graph} --graph {graph} {flags}"
         found = pool.run(_run_on_gpus, traced, timeout_s=240.0)
         counted = [of_rank for of_rank, _ in found]
-        assert_trace_says_the_same(folder / graph, counted, factor=0.5)
+        assert_trace_says_the_same(folder / graph, counted)
         losses[graph] = [of_rank for _, of_rank in found]
         assert losses[graph] == losses["none"], graph
 
