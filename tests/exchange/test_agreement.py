@@ -195,9 +195,6 @@ def test_a_capture_accepts_only_shapes_of_an_eager_call(pool2):
         )
 
 
-# What is compared.
-
-
 def test_all_that_decides_a_result_is_compared():
     agreement = Mock(Agreement)
     agree_on_shapes(agreement, CONFIG, torch.zeros(8, 3), (("rule", 7),), layout="padded")

@@ -2,9 +2,8 @@
 
 import dataclasses
 import sys
-import types
 from collections.abc import Iterator
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,11 +81,10 @@ class StandIn:
 
 @pytest.fixture
 def conversion(monkeypatch) -> Iterator[Any]:
-    module = types.ModuleType(bridge._CONVERSION)
     stand_in: Any = type("MegatronModelBridge", (), dict(vars(StandIn)))
-    module.MegatronModelBridge = stand_in  # pyright: ignore[reportAttributeAccessIssue]
+    module = SimpleNamespace(MegatronModelBridge=stand_in)
     monkeypatch.setitem(sys.modules, bridge._CONVERSION, module)
-    monkeypatch.setitem(sys.modules, "megatron.bridge", types.ModuleType("megatron.bridge"))
+    monkeypatch.setitem(sys.modules, "megatron.bridge", SimpleNamespace())
     yield stand_in
     uninstall()
 
@@ -151,10 +149,8 @@ def convert(cls: Any, value: Any) -> Any:
 @pytest.fixture(params=_CONTAINERS, ids=lambda names: names[0])
 def container(request, monkeypatch) -> Iterator[Any]:
     name, class_name = request.param
-    module: Any = ModuleType(name)
     made = type(class_name, (), {"_convert_value_to_dict": classmethod(convert)})
-    setattr(module, class_name, made)
-    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{class_name: made}))
     yield made
     uninstall()
 
