@@ -95,9 +95,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.experts: Any = None  # Set by the layer.
         self._options = padded_options(config)
         self._pipeline = getattr(pg_collection, "pp", None)
-        tensor = getattr(pg_collection, "tp", None)
-        own_rank = parallel_state.get_tensor_model_parallel_rank if tensor is None else tensor.rank
-        self.tensor_rank: int = own_rank()
+        tp = getattr(pg_collection, "tp", None)
+        self.tensor_rank = tp.rank() if tp else parallel_state.get_tensor_model_parallel_rank()
         sizes = {"num_ranks": self.ep_size, "etp_size": self.tp_size}
         self.configs = LayerConfigs(config, capacity_pool=chosen.pool, **sizes)
         groups = self.ep_group, self.tp_group

@@ -104,6 +104,9 @@ class Telemetry:
         every: steps between two reads. The first step is read by itself.
         step: steps done already.
 
+    Attributes:
+        settings: those of the model's first padded layer, which another rank may have.
+
     Raises:
         ValueError: if `chunks` is no list of modules, no rank has a layer with the padded
             dispatcher, `layer_factors` names a layer without it, `every` is below 1, or ranks
