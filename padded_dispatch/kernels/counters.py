@@ -84,14 +84,14 @@ def _count_kernel(
     scalars = totals + 2 * NUM_EXPERTS
     goes_on = asks
     demand_e = tl.sum(asks.to(tl.int32), 0)
-    tl.atomic_add(totals + e, demand_e.to(tl.int64), mask=(e < NUM_EXPERTS) & (demand_e > 0))
+    tl.atomic_add(totals + e, demand_e.to(tl.int64), mask=demand_e > 0)
     if kept is not None:
         keeps = tl.load(kept + at, mask=inside, other=0) != 0
         goes_on = keeps
         lost = tl.max(asks.to(tl.int32), 1) - tl.max(keeps.to(tl.int32), 1)
         kept_e = tl.sum(keeps.to(tl.int32), 0)
         at_kept = totals + NUM_EXPERTS + e
-        tl.atomic_add(at_kept, kept_e.to(tl.int64), mask=(e < NUM_EXPERTS) & (kept_e > 0))
+        tl.atomic_add(at_kept, kept_e.to(tl.int64), mask=kept_e > 0)
         tl.atomic_add(scalars + _LOST_TOKENS, tl.sum(lost).to(tl.int64))
     beyond = tl.maximum(tl.sum(goes_on.to(tl.int32), 1) - top_k, 0)
     tl.atomic_add(scalars + _NUM_UNPLACED, tl.sum(beyond).to(tl.int64))

@@ -43,7 +43,7 @@ def kept_map(
     sizes = num_tokens, num_experts
     # 32 experts, if there are so many: 32 bytes of the map are one access to memory.
     block_e = min(triton.next_power_of_2(num_experts), 32)
-    block_t = max(1, _TILE // block_e)
+    block_t = _TILE // block_e
     _select_score_kernel[triton.cdiv(num_tokens, block_t), triton.cdiv(num_experts, block_e)](
         asked_TE.contiguous(),
         probs_TE.contiguous() if by_probs else None,
