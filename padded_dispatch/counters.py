@@ -70,15 +70,14 @@ class Counters:
         num_passes: passes.
         num_slots: slots of cells offered, E * C per pass.
         num_unplaced: rows of a token beyond K, which have no place in the plan. Must be zero.
-        idle_passes: passes in which this rank's experts received no row.
         struck: rows whose token found no slot on the wire: see `exchange.collectives`.
         num_again: rows of a store that were overwritten; backward computes at least as many again.
         max_need: the largest need of one pass since it was last zeroed; the only value that is not
             a sum. With cells: demand for one expert. With a store: the rows that would have held
             this pass and those before it in the store; a lower bound if rows were struck.
         totals: `demand_E`, `kept_E`, then `SCALARS`.
-        of_receiver: the counters that the receiver changes, by their argument names in
-            `kernels.layout.lay_out`.
+        of_receiver: with a store, the counters that the receiver changes, by their argument names
+            in `kernels.layout.lay_out`.
     """
 
     demand_E: Tensor
@@ -88,7 +87,6 @@ class Counters:
     num_passes: Tensor
     num_slots: Tensor
     num_unplaced: Tensor
-    idle_passes: Tensor
     struck: Tensor
     num_again: Tensor
 
@@ -102,11 +100,11 @@ class Counters:
         self.max_need = torch.zeros((), dtype=torch.int64, device=device)
         for name, count in counts_in(self.totals).items():
             setattr(self, name, count)
-        self.of_receiver = {"idle": self.idle_passes}
+        self.of_receiver: dict[str, Tensor] = {}
         if not self._has_cells:
             kept_L = self.kept_E[rank * num_local : (rank + 1) * num_local]
             of_store = {"kept_L": kept_L, "num_again": self.num_again, "max_need": self.max_need}
-            self.of_receiver |= of_store
+            self.of_receiver = of_store
 
     def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
         """Count one selection; see `RoutingObserver`."""
@@ -258,7 +256,7 @@ class Snapshot:
         rank_overload: demand for the experts of the busiest expert-parallel rank over the mean of
             the ranks.
         needed_factor: see the property.
-        idle_passes, struck, unplaced: counts, see `Counters`.
+        struck, unplaced: counts, see `Counters`.
 
         With a store also:
         again: overwritten rows, divided by rows asked for; backward recomputes at least as many.
@@ -274,7 +272,6 @@ class Snapshot:
             "expert_overload": _ratio(demand_YE.max(1), demand_YE.mean(1)),
             "rank_overload": _ratio(demand_YR.max(1), demand_YR.mean(1)),
             "needed_factor": self.needed_factor,
-            "idle_passes": counts["idle_passes"],
             "struck": counts["struck"],
             "unplaced": counts["num_unplaced"],
         }

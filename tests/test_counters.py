@@ -24,7 +24,7 @@ def test_a_store_is_counted_where_its_rows_are_kept():
     counters.observe(asked_TE, probs_TE, selection)
     count_SL = torch.tensor([[4, 0], [2, 1]], dtype=torch.int32)
     top = torch.zeros(3, dtype=torch.int32)
-    # 7 rows need 7, then 14; at most 5 are two of each expert. The last pass is idle.
+    # 7 rows need 7, then 14; at most 5 are two of each expert. In the last pass none came.
     for first, passes in ((True, 1), (False, 1), (False, 0)):
         room = Room(limit=5, max_rows=5, share=7, top=top, first=first)
         store_offsets(passes * count_SL, room, **counters.of_receiver)
@@ -32,8 +32,7 @@ def test_a_store_is_counted_where_its_rows_are_kept():
     assert counters.kept_E.tolist() == [0, 0, 8, 2, 0, 0]
     assert counters.lost_tokens.item() == 0
     assert (counters.num_positions.item(), counters.num_slots.item()) == (3, 0)
-    assert (counters.max_need.item(), counters.idle_passes.item()) == (14, 1)
-    assert counters.num_again.item() == 5
+    assert (counters.max_need.item(), counters.num_again.item()) == (14, 5)
 
 
 def test_cells_for_all_tokens_count_what_they_need():
@@ -63,7 +62,6 @@ def snapshot() -> Snapshot:
     counters.num_unplaced += 7
     counters.struck += torch.tensor([3], dtype=torch.int32).sum()
     counters.num_again += 5
-    counters.idle_passes += 2
     totals_W = counters.totals.numpy()
     totals_YW = np.stack([totals_W, np.zeros_like(totals_W)])
     return Snapshot(
@@ -107,7 +105,6 @@ def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():
         "expert_overload": 2.0,
         "rank_overload": 1.8,
         "needed_factor": 5 * 4 / 12,
-        "idle_passes": 2,
         "struck": 3,
         "unplaced": 7,
     }
@@ -115,7 +112,7 @@ def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():
     assert layers.keys() == seen.figures().keys()
     for name in ("dropped", "fill", "expert_overload", "rank_overload"):
         assert layers[name] == [seen.figures()[name], 0], name
-    assert layers["idle_passes"] == [2, 0]
+    assert layers["unplaced"] == [7, 0]
     seen.counts["demand_E"][:] = 0  # Passes of padding alone are in balance.
     assert seen.figures()["expert_overload"] == seen.figures()["rank_overload"] == 1.0
 

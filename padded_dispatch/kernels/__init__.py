@@ -19,7 +19,6 @@ SCALARS = (
     "num_passes",
     "num_slots",
     "num_unplaced",
-    "idle_passes",
     "struck",
     "num_again",
 )

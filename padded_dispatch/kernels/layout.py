@@ -41,7 +41,6 @@ def lay_out(
     first: bool,
     limit: int,
     kept_L: Tensor | None = None,
-    idle: Tensor | None = None,
     num_again: Tensor | None = None,
     max_need: Tensor | None = None,
 ) -> Offsets:
@@ -54,7 +53,6 @@ def lay_out(
         first: whether this is the first pass, which does not read `top`.
         limit: M.
         kept_L: int64; the rows of each local expert that have room are added. None counts nothing.
-        idle: int64, one number; 1 is added if no row came. Likewise.
         num_again: int64, one number; the rows that this pass overwrites are added. Likewise.
         max_need: int64, one number, raised to the second number of `top` afterwards. Likewise.
 
@@ -70,7 +68,6 @@ def lay_out(
         top,
         out,
         kept_L,
-        idle,
         num_again,
         max_need,
         num_sources,
@@ -91,7 +88,6 @@ def _lay_out_kernel(
     top,
     out,
     kept_of,
-    idle,
     num_again,
     max_need,
     num_sources,
@@ -138,8 +134,6 @@ def _lay_out_kernel(
         e = tl.arange(0, L_BLOCK)
         counted = tl.load(kept_of + e, mask=e < num_experts, other=0)
         tl.store(kept_of + e, counted + of_expert, mask=e < num_experts)
-    if idle is not None:
-        tl.store(idle, tl.load(idle) + (total == 0).to(tl.int64))
     if num_again is not None:
         tl.store(num_again, tl.load(num_again) + (in_use - base).to(tl.int64))
     if max_need is not None:

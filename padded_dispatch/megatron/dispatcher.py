@@ -368,9 +368,6 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             for name in _PLAN_TENSORS:
                 getattr(self, name).record_stream(torch.cuda.current_stream())
         expert_input, self._dispatch_state = padded.dispatch(tokens_TD, probs, wire, config)
-        counters = self._counters_now()
-        if counters is not None:
-            counters.idle_passes += expert_input.count_SL.sum() == 0
         if self.shared_overlap is not None:
             self.shared_overlap.fc1(expert_input.rows_ND)
         return expert_input.rows_ND, expert_input.probs_N

@@ -258,8 +258,6 @@ class Reader:
         """Write the layers' totals, without what other ranks count, too."""
         dispatcher, totals = self._dispatchers[0], totals.view(2, -1, self.settings.num_totals)
         counts = counts_in(totals)
-        if dispatcher.tp_rank > 0:  # It receives the same rows as the first.
-            counts["idle_passes"].zero_()
         if not dispatcher.counts_kept:
             counts["kept_E"].zero_()
             counts["num_again"].zero_()
@@ -268,8 +266,6 @@ class Reader:
         shares_room = bool(self.settings.shares_per_token)
         if shares_room or dispatcher.config.sequence_parallel or dispatcher.tensor_rank == 0:
             sums[:, self._index] = totals
-        else:
-            counts_in(sums)["idle_passes"][:, self._index] = counts["idle_passes"]
 
     def finish(self, copy: Copy) -> Snapshots:
         """Return snapshots of what was counted since the last ones; waits for the copy."""
