@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, require_tokens
-from padded_dispatch.exchange.mirror import mirror_of
+from padded_dispatch.exchange.mirror import mirror_of, on_ranks
 from padded_dispatch.utils.phases import is_capturing
 
 # Named values. Ranks agree if the text of each value is the same.
@@ -175,8 +175,7 @@ def _differences(ranks: list[int], values: list[dict[str, str]]) -> str:
     for name in names:
         column = [of_rank.get(name, "absent") for of_rank in values]
         if len(set(column)) > 1:
-            shown = (f"{value} on rank {rank}" for value, rank in zip(column, ranks, strict=True))
-            differing.append(f"{name} is {', '.join(shown)}")
+            differing.append(f"{name} is {on_ranks(dict(zip(ranks, column, strict=True)))}")
     return (
         "ranks disagree about a padded dispatch: "
         + "; ".join(differing)

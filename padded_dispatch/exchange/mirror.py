@@ -293,6 +293,17 @@ def _connected(groups: Sequence[dist.ProcessGroup], limit_s: float) -> tuple[str
     return f"{name}/{len(own)}", hosts
 
 
+def on_ranks(value_of: dict[int, object]) -> str:
+    """Return each value, and the ranks that have it, which are the keys, in ascending order.
+
+    Example: {0: 8, 1: 9, 2: 9, 3: 9} gives "8 on rank 0, 9 on ranks 1-3".
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in value_of.items():
+        ranks_of.setdefault(str(value), []).append(rank)
+    return ", ".join(f"{value} on {_format_ranks(ranks)}" for value, ranks in ranks_of.items())
+
+
 def _format_ranks(ranks: list[int]) -> str:
     """Return the numbers of ranks, in ascending order, with runs of three or more cut short.
 

@@ -31,7 +31,7 @@ from megatron.core.utils import get_model_config
 from padded_dispatch.config import require
 from padded_dispatch.megatron.config import is_ours, last_layer
 from padded_dispatch.megatron.retry import Retry
-from padded_dispatch.megatron.stacked_linear import require_own_weights
+from padded_dispatch.megatron.stacked_linear import has_own_weights
 from padded_dispatch.megatron.telemetry import Snapshots, Telemetry, padded_moe_layers, scalars
 from padded_dispatch.recorder import RoutingBuffer, TraceRecorder, steps_apart
 from padded_dispatch.trace import TracedRun, steps_before
@@ -277,9 +277,19 @@ class _Loop:
         """
         if self._chunks is not chunks:
             config: Any = get_model_config(chunks[0])
-            are_ours = [False] * dist.get_world_size()
-            dist.all_gather_object(are_ours, config.num_moe_experts is not None and is_ours(config))
-            require_own_weights(chunks, optimizer)  # Stock's may follow packed experts.
+            ours = config.num_moe_experts is not None and is_ours(config)
+            found = [(False, False)] * dist.get_world_size()
+            dist.all_gather_object(found, (ours, has_own_weights(chunks, optimizer)))
+            are_ours, have_own_weights = zip(*found, strict=True)
+            require(  # Also without a layer of ours: stock's experts may follow packed ones.
+                all(have_own_weights),
+                "optimizer",
+                "those of other experts",
+                "hold the weights of the model's experts, and so must the checkpoint's buffers, "
+                "which others wrote, packed or Megatron's own",
+                "load them with those, write a checkpoint with "
+                "--dist-ckpt-optim-fully-reshardable and load that, or give --no-load-optim",
+            )
             run = None
             if any(are_ours):
                 run = _Run(self._training, chunks, step=steps_done)

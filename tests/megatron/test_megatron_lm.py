@@ -19,11 +19,12 @@ from padded_dispatch import recorder as recorders
 from padded_dispatch.megatron import PaddedOptions, Retry, install, megatron_lm, uninstall
 from padded_dispatch.megatron.megatron_lm import record_routing
 from padded_dispatch.megatron.retry import dropping_nothing
-from padded_dispatch.megatron.stacked_linear import require_own_weights
+from padded_dispatch.megatron.stacked_linear import has_own_weights
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from padded_dispatch.utils.logs import log_once
 from tests.megatron.test_telemetry import T, model, watch
 from tests.support import parity, tiny
+from tests.support.pool import WorkerError
 from tests.support.training import RETRIED, Training, draws, forward, world
 
 MODULE = "megatron.training.training"
@@ -219,14 +220,14 @@ def test_weights_of_an_optimizer_that_are_in_another_order_are_refused(loop, exp
     if experts == "stock":
         training.config.moe_token_dispatcher_type = "alltoall"
     optimizer = training.optimizer
-    require_own_weights(training.chunks, optimizer)
-    require_own_weights(training.chunks, None)
+    assert has_own_weights(training.chunks, optimizer) and has_own_weights(training.chunks, None)
     *_, weight = training.moe[0][1].experts.parameters()
     weight.main_param.copy_(weight.main_param.flip(0))
     install()
     given = forward, None, training.chunks, optimizer, None, training.config, training.schedule
-    refused = r"^optimizer must hold the weights of the model's experts"
-    with pytest.raises(ValueError, match=refused):
+    with pytest.raises(
+        ValueError, match=r"^optimizer must hold the weights of the model's experts"
+    ):
         loop.train_step(*given)
     for part in optimizer.chained_optimizers:  # A precision-aware optimizer has them elsewhere.
         groups = zip(part.shard_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
@@ -235,8 +236,7 @@ def test_weights_of_an_optimizer_that_are_in_another_order_are_refused(loop, exp
                 weight: {"master_param": main} for weight, main in zip(own, mains, strict=True)
             }
             mains[:] = [None] * len(mains)
-    with pytest.raises(ValueError, match=refused):
-        require_own_weights(training.chunks, optimizer)
+    assert not has_own_weights(training.chunks, optimizer)
 
 
 @pytest.mark.parametrize("kind", ["stock", "dense"])
@@ -254,8 +254,11 @@ def test_other_models_train_as_before(loop, monkeypatch, kind):
     assert loop.calls == [training.schedule] and loop.lines == [(2, {})]
 
 
-def _follows(rank_of_layers: int | None) -> bool:
-    """Return whether this rank follows the steps of a model that `padded_spec` built."""
+def _follows(rank_of_layers: int | None, rank_of_others: int | None = None) -> bool:
+    """Return whether this rank follows the steps of a model that `padded_spec` built.
+
+    The optimizer of `rank_of_others` holds the weights of other experts.
+    """
     config = SimpleNamespace(moe_token_dispatcher_type="alltoall", num_moe_experts=2)
     if dist.get_rank() == rank_of_layers:
         config.has_padded_layers = True
@@ -263,7 +266,9 @@ def _follows(rank_of_layers: int | None) -> bool:
         config.num_moe_experts = None
     with (
         patch.object(megatron_lm, "_Run", lambda *given, **named: True),
-        patch.object(megatron_lm, "require_own_weights", lambda *given: None),
+        patch.object(
+            megatron_lm, "has_own_weights", lambda *given: dist.get_rank() != rank_of_others
+        ),
     ):
         return bool(megatron_lm._Loop(None)._run_of([SimpleNamespace(config=config)], None, 0))
 
@@ -272,6 +277,14 @@ def test_a_stage_without_layers_follows_those_that_have_some(pool2):
     """What follows calls collectives."""
     assert pool2.run(_follows, 1) == [True, True]
     assert pool2.run(_follows, None) == [False, False]
+
+
+def test_all_ranks_refuse_an_optimizer_that_one_finds_wrong(pool2):
+    """A rank with one expert sees no difference."""
+    with pytest.raises(WorkerError) as caught:
+        pool2.run(_follows, None, 1)
+    said = [str(error) for error in caught.value.errors.values()]
+    assert len(said) == 2 and all(one.startswith("optimizer must hold") for one in said)
 
 
 def _refused_on_stages(folder: Path) -> list[str]:

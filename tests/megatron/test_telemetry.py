@@ -335,7 +335,7 @@ def _differs(name: str, values: tuple[Any, Any]) -> str:
 def test_ranks_that_differ_all_raise_the_same_error(pool2, name, values):
     """Else one would read, or end the run, while the others are in another collective."""
     first, second = pool2.run(_differs, name, values)
-    shown = dict(enumerate(values))
+    shown = f"{values[0]} on rank 0, {values[1]} on rank 1"
     assert first == second
     assert first == f"{name} must be the same on all ranks, got {shown}; set one of these values"
 
