@@ -54,7 +54,7 @@ SHOWN = {
     ("gpt-oss-20b, 6 layers", 2): "GPT-OSS-20B, 6 layers, 2 GPUs",
 }
 FACTOR = 1.25
-# Kernels by the digest of later ones, which differ in nothing that takes time: the warps of
+# Kernels by the digest of later ones, which differ in three things only: the warps of
 # `layout.release`, a count that `lay_out` no longer makes, and two masks that others imply.
 ALIKE = {"f657360dcd27": "48dc7baba2c6"}
 OURS, PADDED, DROPLESS = "ours", "stock drop-and-pad", "stock dropless"
