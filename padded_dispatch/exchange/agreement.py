@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, require_tokens
-from padded_dispatch.exchange.mirror import mirror_of, on_ranks
+from padded_dispatch.exchange.mirror import differing, mirror_of
 from padded_dispatch.utils.phases import is_capturing
 
 # Named values. Ranks agree if the text of each value is the same.
@@ -171,13 +171,13 @@ def _text(values: NamedValues) -> bytes:
 
 def _differences(ranks: list[int], values: list[dict[str, str]]) -> str:
     names: Iterable[str] = dict.fromkeys(name for of_rank in values for name in of_rank)
-    differing = []
+    words = []
     for name in names:
         column = [of_rank.get(name, "absent") for of_rank in values]
-        if len(set(column)) > 1:
-            differing.append(f"{name} is {on_ranks(dict(zip(ranks, column, strict=True)))}")
+        if shown := differing(dict(zip(ranks, column, strict=True))):
+            words.append(f"{name} is {shown}")
     return (
         "ranks disagree about a padded dispatch: "
-        + "; ".join(differing)
+        + "; ".join(words)
         + ". Give every rank the same config and batches of the same shape."
     )

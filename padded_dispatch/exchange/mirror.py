@@ -293,14 +293,16 @@ def _connected(groups: Sequence[dist.ProcessGroup], limit_s: float) -> tuple[str
     return f"{name}/{len(own)}", hosts
 
 
-def on_ranks(value_of: dict[int, object]) -> str:
-    """Return each value, and the ranks that have it, which are the keys, in ascending order.
+def differing(value_of: dict[int, object]) -> str:
+    """Return each value, and the ranks that have it, the keys in ascending order; "" if all agree.
 
-    Example: {0: 8, 1: 9, 2: 9, 3: 9} gives "8 on rank 0, 9 on ranks 1-3".
+    Example: {0: 8, 1: 9, 2: 9, 3: 9} gives "8 on rank 0, 9 on ranks 1-3". Texts are compared.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, value in value_of.items():
         ranks_of.setdefault(str(value), []).append(rank)
+    if len(ranks_of) == 1:
+        return ""
     return ", ".join(f"{value} on {_format_ranks(ranks)}" for value, ranks in ranks_of.items())
 
 

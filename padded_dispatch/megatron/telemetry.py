@@ -28,7 +28,7 @@ from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, in_hundredths, require
 from padded_dispatch.counters import Ints, Snapshot, counts_in
-from padded_dispatch.exchange.mirror import on_ranks
+from padded_dispatch.exchange.mirror import differing
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import device_of, is_padded, require_chunks
@@ -128,10 +128,9 @@ class Telemetry:
         # Replicas and stages of a pipeline, too, must make the same calls, and do the same after.
         for name in dict.fromkeys(name for of_rank, _ in given for name in of_rank):
             values = {rank: one[name] for rank, (one, _) in enumerate(given) if name in one}
-            if len({*map(str, values.values())}) > 1:
+            if shown := differing(values):
                 raise ValueError(
-                    f"{name} must be the same on all ranks, got {on_ranks(values)}; set one of "
-                    "these values"
+                    f"{name} must be the same on all ranks, got {shown}; set one of these values"
                 )
         merged = {number: value for _, part in given for number, value in part.items()}
         settings = {number: merged[number] for number in sorted(merged)}

@@ -23,8 +23,8 @@ from padded_dispatch.exchange.mirror import (
     _in_time,
     _wait,
     absent_ranks_named,
+    differing,
     mirror_of,
-    on_ranks,
 )
 from tests.support import pool as workers
 from tests.support.pool import WorkerError, WorkerPool
@@ -218,7 +218,8 @@ def test_many_ranks_are_named_in_a_few_words():
     assert _format_ranks([0, 1]) == "ranks 0, 1"
     assert _format_ranks([1, 2, 4, 5, 6, 9]) == "ranks 1, 2, 4-6, 9"
     assert _format_ranks(list(range(207)) + list(range(208, 256))) == "ranks 0-206, 208-255"
-    assert on_ranks({0: 8, 1: 9, 2: 9, 3: 9}) == "8 on rank 0, 9 on ranks 1-3"
+    assert differing({0: 8, 1: 9, 2: 9, 3: 9}) == "8 on rank 0, 9 on ranks 1-3"
+    assert differing({4: 8}) == differing({4: 8, 7: 8}) == ""
 
 
 def _threads() -> int:
