@@ -54,9 +54,6 @@ SHOWN = {
     ("gpt-oss-20b, 6 layers", 2): "GPT-OSS-20B, 6 layers, 2 GPUs",
 }
 FACTOR = 1.25
-# Kernels by the digest of later ones, which differ in three things only: the warps of
-# `layout.release`, a count that `lay_out` no longer makes, and two masks that others imply.
-ALIKE = {"f657360dcd27": "48dc7baba2c6"}
 OURS, PADDED, DROPLESS = "ours", "stock drop-and-pad", "stock dropless"
 PARTIAL = f"{DROPLESS}, graphs of attention and router"
 LOOKS = {
@@ -140,8 +137,7 @@ def commits(rows: Iterable[dict[str, Any]]) -> str:
     """Return which commits rows hold for, and whether ours ran with kernels of before."""
     rows = list(rows)
     ours = [row for row in rows if not row.get("contender", "ours").startswith("stock")]
-    alike = kernels(), ALIKE.get(kernels())
-    older = any(row["about"].get("kernels") not in alike for row in ours)
+    older = any(row["about"].get("kernels") != kernels() for row in ours)
     words = ", ".join(dict.fromkeys(row["about"]["commit"] for row in rows))
     return f"{words}, older kernels" if older else words
 
