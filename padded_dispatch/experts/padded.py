@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig
+from padded_dispatch.config import DispatchConfig, require
 from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts.plain import add, rows_of_choices, take
@@ -113,6 +113,8 @@ def combine(out_ND: Tensor, state: DispatchState) -> Tensor:
     Rows are added in at least fp32: those of one rank in ascending expert order, then the ranks'
     sums in rank order. Padded rows of `out_ND` may hold anything.
     """
+    num_rows = state.cells.num_rows
+    require(len(out_ND) == num_rows, "out_ND", len(out_ND), f"have the {num_rows} rows of dispatch")
     if _has_kernels(out_ND):
         return state.wire.bring(_ToSums.apply(out_ND, state))
     num_sources, num_slots, _ = state.row_SPK.shape

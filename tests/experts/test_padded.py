@@ -35,6 +35,8 @@ def test_a_row_beyond_the_capacity_counts_as_zero(monkeypatch, kernels):
     expert_input, state = padded.dispatch(tokens_TD, prob_TK, wire, config)
     out_TD = padded.combine(expert_input.rows_ND, state)
     assert out_TD[:, 0].tolist() == [2, 2, 0]
+    with pytest.raises(ValueError, match=r"^out_ND must have the 4 rows of dispatch, got 3$"):
+        padded.combine(expert_input.rows_ND[1:], state)
     rows_ND, probs_N = expert_input.rows_ND, expert_input.probs_N
     for result in (out_TD, rows_ND):
         (grad_TD,) = torch.autograd.grad(result.sum(), tokens_TD, retain_graph=True)
