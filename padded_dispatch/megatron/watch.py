@@ -64,8 +64,8 @@ class Watch:
         """
         if self._input() is hidden_states or capturing() or not trains():
             return
-        self._input = weakref.ref(hidden_states)
         self._end_step_of_passes()
+        self._input = weakref.ref(hidden_states)
         self._num_left = (self._num_left or _num_passes(self.layers[0])) - 1
         if self._num_left == 0 and hidden_states.requires_grad:
             # A graph keeps its input, and a layer its graph. A hook that kept the layer would keep
@@ -87,7 +87,7 @@ class Watch:
     def end_step(self) -> None:
         """Start a read of what the step dropped, unless the loop applies `on_overflow` itself."""
         self.num_steps += 1
-        self._num_left = None
+        self._num_left, self._input = None, lambda: None
         dispatcher = self.layers[0].token_dispatcher
         if dispatcher._options.on_overflow != "warn" or dispatcher.configs.has_telemetry:
             return

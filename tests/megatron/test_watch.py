@@ -97,6 +97,15 @@ def test_a_pass_that_is_announced_twice_counts_once(alone):
     assert steps == [0, 0, 0, 1]
 
 
+def test_steps_of_one_input_are_all_seen():
+    with tiny.one_process():
+        layer = tiny.padded_layer(moe_expert_capacity_factor=0.5)
+        tokens = torch.randn(8, 1, tiny.HIDDEN, requires_grad=True)
+        for _ in range(3):
+            layer(tokens)[0].sum().backward()
+        assert layer.token_dispatcher.watch.num_steps == 3
+
+
 def test_steps_that_a_retry_repeats_are_not_read(alone):
     model = with_changes(HALF, {"options": {"on_overflow": "retry"}})
     with world(model), patch.object(Reader, "start") as start:
