@@ -82,13 +82,10 @@ def chosen_experts(config: Any) -> ChosenExperts:
     options = padded_options(config)
     pool, packed = options.capacity_pool, options.experts == "packed"
     reason = f"experts={options.experts!r} was asked for"
-    if options.experts == "auto" and pool == "store":
-        obstacle = _refused(config) or _obstacle_of_device()
-        rule = "be expert or auto, because a store needs packed experts"
-        require(not obstacle, "capacity_pool", pool, rule, obstacle)
-        packed, reason = True, "capacity_pool='store'"
-    elif options.experts == "auto":
+    if options.experts == "auto":
         obstacle = _obstacle_to_packed(config)
+        rule = "be expert or auto, because a store needs packed experts"
+        require(not obstacle or pool != "store", "capacity_pool", pool, rule, obstacle)
         packed, reason = not obstacle, obstacle or "experts='auto'"
     if packed and config.fp8:
         reason += "; in e4m3 with a scale per row"
@@ -156,11 +153,6 @@ def _obstacle_to_packed(config: Any) -> str:
     multiple = 16 if config.fp8 else 8
     if any(size % multiple for size in sizes):
         return f"the sizes {sizes[0]} and {sizes[1]} are not multiples of {multiple}"
-    return _obstacle_of_device()
-
-
-def _obstacle_of_device() -> str:
-    """Return why packed experts cannot run on this device; empty if they can."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
         return "packed experts need a Hopper GPU or a later one"
     return ""

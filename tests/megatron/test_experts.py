@@ -302,6 +302,9 @@ def test_auto_takes_ours_from_hopper_on_and_there_in_bf16(monkeypatch, capabilit
     config.padded_dispatch = PaddedOptions(capacity_pool="store")
     with nullcontext() if packed else pytest.raises(ValueError, match="need a Hopper GPU or"):
         assert chosen_experts(config).packed
+    config.bf16 = False
+    with pytest.raises(ValueError, match="a store needs packed experts, got 'store'; bf16 is not"):
+        chosen_experts(config)
 
 
 def test_auto_leaves_experts_to_adapters():
@@ -330,7 +333,7 @@ def test_auto_leaves_experts_to_adapters():
         ),
         (
             {"experts": "auto", "capacity_pool": "store"},
-            "experts=packed (capacity_pool='store'), capacity_pool=store",
+            "experts=packed (experts='auto'), capacity_pool=store",
         ),
     ],
     ids=str,
