@@ -1,6 +1,7 @@
 """The differences between Megatron-Core 0.16.1, 0.17, 0.18, 0.19 and 0.20, and nothing else."""
 
 import pkgutil
+import re
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def graph_scopes(config: Any) -> set[str]:
 
 
 def captures_moe(config: Any) -> bool:
-    """Return whether a config asks for graphs of a part of MoE layers, before Megatron parses it.
+    """Return whether a config asks for graphs of scope `moe`, before Megatron parses it.
 
     `TransformerConfig.__post_init__` parses the scopes. Until then they are one string or enum
     member, a list of these, or a string with commas, and the deprecated fields
@@ -70,7 +71,7 @@ def captures_moe(config: Any) -> bool:
     """
     scopes = [getattr(config, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope")]
     asked = config.cuda_graph_impl != "none" or config.external_cuda_graph
-    return (asked or config.enable_cuda_graph) and "moe" in str(scopes)
+    return (asked or config.enable_cuda_graph) and re.search(r"\bmoe\b", str(scopes)) is not None
 
 
 def captures(config: Any, *parts: str) -> bool:
