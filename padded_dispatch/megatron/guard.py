@@ -12,7 +12,8 @@ corrects three defects for our models (D22, D23: `padded_dispatch/megatron/READM
 - In evaluation stock replays the graph of a training step (D23); here evaluation is eager. Text
   generation keeps its graphs: `_note_pass` marks a layer that generates before it is captured.
 - In 0.16 and 0.17 other tensors reuse a layer's input buffer while backward still reads it (D22).
-- With scope `moe`, Megatron silently captures nothing of a GPTModel's layers; the guard raises.
+- With scopes of MoE layers, Megatron silently captures nothing of them in a GPTModel, and replays
+  parts of a training step in the evaluation of a hybrid model; the guard raises.
 
 Graphs of `local` and of a whole iteration have the padding mask among their inputs, so either all
 steps have a mask or none has. If a batch lacks it, `StaticBufferLoader` leaves the mask of an
@@ -185,13 +186,13 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
 def _note_pass(layer: Any, moe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Record the inputs of a padded layer's pass, eager or not; raise if no graph can be made."""
     impl = layer.config.cuda_graph_impl
-    captures_part = impl == "local" and "moe" in graph_scopes(layer.config)
+    captures_part = impl == "local" and "moe" in str(graph_scopes(layer.config))
     require(
         not captures_part or hasattr(layer, "cudagraph_manager"),
         "cuda_graph_impl",
         impl,
-        "be 'transformer_engine' for scope 'moe' in a GPTModel, because 'local' captures nothing "
-        "of its layers",
+        "be 'transformer_engine' for scopes of MoE layers, of which 'local' captures nothing, or "
+        "replays parts of a training step in evaluation",
         "set it, or leave the scopes empty, which captures whole layers",
     )
     has_context = kwargs.get("inference_context") is not None
