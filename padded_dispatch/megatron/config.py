@@ -312,9 +312,9 @@ def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
     They must be equal on all ranks of a layer.
     """
     fields = {name: _read(config, name) for name in (*MOE_FIELDS, *_COMPARED)}
-    # The text of a `RecipeConfig` has only the patterns of modules, so take its attributes.
-    recipe = fields["quant_recipe"]
-    fields["quant_recipe"] = getattr(recipe, "__dict__", recipe)
+    if (recipe := fields["quant_recipe"]) is not None:  # Its text lacks the configs.
+        matchers = [(type(matcher).__name__, vars(matcher)) for matcher in recipe.matchers]
+        fields["quant_recipe"] = recipe.configs, matchers
     values = dataclasses.asdict(padded_options(config)) | fields
     return tuple((name, str(value)) for name, value in values.items() if not callable(value))
 

@@ -21,6 +21,7 @@ from padded_dispatch.megatron.config import (
     check_experts,
     check_pipeline,
     dispatch_config,
+    settings_of,
     take_over,
 )
 from tests.support import tiny
@@ -161,6 +162,19 @@ def test_alignment_follows_the_recipe(settings, rows):
     config = megatron_config(**settings)
     translated = dispatch_config(config, num_ranks=1, etp_size=1)
     assert translated.alignment == rows
+
+
+class Matcher:
+    """A rule without a text of its own, as users may write for `RecipeConfig`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def test_equal_recipes_of_matchers_without_a_text_are_equal():
+    made = [SimpleNamespace(configs={}, matchers=[Matcher(name)]) for name in ("fc1", "fc1", "fc2")]
+    first, same, other = (settings_of(megatron_config(quant_recipe=recipe)) for recipe in made)
+    assert first == same != other
 
 
 OVERLAPS: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
