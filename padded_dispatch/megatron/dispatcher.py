@@ -343,7 +343,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
                 drops.append(f"rows of a rank for an expert past {capacity}")
             if rows < config.max_rows(num_tokens, None if direct else slots):
                 drops.append(f"rows of a layer past {rows}")
-            if slots < num_tokens and not (direct or in_cells) and config.num_ranks > 1:
+            if slots < num_tokens and not (direct or in_cells):
                 drops.append(f"tokens from one rank to another past {slots}")
             log_once(
                 f"padded dispatch: {num_calls} layers at {num_tokens} tokens per rank share a "

@@ -50,8 +50,6 @@ def select_after_counting(
     router.__class__ = _combined(type(router))
     router.dispatcher, router.layer_name = dispatcher, layer_name
     dispatcher.configs.router = router
-    if router.layer_number is not None:
-        dispatcher.set_layer(number_in_model(router))
 
 
 class SelectAfterCounting(TopKRouter):
@@ -82,6 +80,8 @@ class SelectAfterCounting(TopKRouter):
         if self._settings is None:  # Options and Megatron's fields are read once.
             self._settings = settings_of(self.config)
         captures = self.config.cuda_graph_impl == "transformer_engine"
+        num_tokens = len(tokens_TD)
+        mask_fits = padding_mask is None or padding_mask.numel() == num_tokens
         tensors = itertools.chain((input, self.weight), self.dispatcher.experts.parameters())
         agree_on_shapes(
             self.dispatcher.agreement,
@@ -91,6 +91,8 @@ class SelectAfterCounting(TopKRouter):
             (
                 *self._settings,
                 ("layer has a Telemetry", configs.has_telemetry),
+                ("layer has a Retry", configs.has_retry),
+                ("padding_mask has an entry for each token", mask_fits),
                 ("padding_mask is given", captures and padding_mask is not None),
                 # In backward a rank whose output needs none would leave its peers in the exchange.
                 ("router needs gradients", self.weight.requires_grad),
@@ -103,9 +105,8 @@ class SelectAfterCounting(TopKRouter):
         )
         if self.training and self.dispatcher.see_pass is not None:
             self.dispatcher.see_pass(input)
-        num_tokens = tokens_TD.shape[0]
         require(
-            padding_mask is None or padding_mask.numel() == num_tokens,
+            mask_fits,
             "padding_mask.shape",
             None if padding_mask is None else list(padding_mask.shape),
             f"have one entry for each of the {num_tokens} tokens of this rank",

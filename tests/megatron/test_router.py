@@ -91,12 +91,18 @@ def _disagreements() -> dict[str, str]:
         # They differ behind what an error shows of a value.
         part = {"later": "x" * 400 + str(other)}
         recipe = RecipeConfig.from_config_dict({"configs": {"all": {"training_recipe": part}}})
-        differ("quant_recipe is {'configs': {'all': {'training_rec", made(quant_recipe=recipe))
+        differ("quant_recipe is ({'all': {'training_rec", made(quant_recipe=recipe))
         with torch.set_grad_enabled(not other):
             differ("gradients are enabled is True on rank 0, False on rank 1", made())
         controlled = made()
         controlled.dispatcher.configs.has_telemetry = other
         differ("layer has a Telemetry is False on rank 0, True on rank 1", controlled)
+        controlled.dispatcher.configs.has_retry = not other
+        controlled.dispatcher.configs.has_telemetry = True
+        differ("layer has a Retry is True on rank 0, False on rank 1", controlled)
+        mask = torch.zeros(1, T - other, dtype=torch.bool)
+        words = "padding_mask has an entry for each token is True on rank 0, False on rank 1"
+        differ(words, functools.partial(made(), padding_mask=mask))
         frozen = made().requires_grad_(other)
         differ("router needs gradients is False on rank 0, True on rank 1", frozen)
         alone = made().requires_grad_(False)
@@ -115,7 +121,7 @@ def _disagreements() -> dict[str, str]:
         routers = made(), made()
         routers[1].set_layer_number(2)
         # The numbers of dispatchers count those above.
-        differ("caller is layer 1 (dispatcher 13) on rank 0, layer 2 (", routers[other])
+        differ("caller is layer 1 (dispatcher 14) on rank 0, layer 2 (", routers[other])
     return found
 
 
