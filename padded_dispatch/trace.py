@@ -98,7 +98,7 @@ class Trace:
         probs_NTK: float32, the probabilities of these experts, 0 where the id is -1.
 
     Raises:
-        ValueError: for another shape, or an expert out of range.
+        ValueError: for another shape, or experts out of range or order.
     """
 
     run: TracedRun
@@ -117,6 +117,10 @@ class Trace:
         extreme = int(highest if lowest >= -1 else lowest)
         rule = f"be -1 or an expert below num_experts={num_experts}"
         require(-1 <= extreme < num_experts, "ids_NTK", extreme, rule)
+        follows = self.ids_NTK[..., 1:] > self.ids_NTK[..., :-1]
+        wrong = self.ids_NTK[~(follows | (self.ids_NTK[..., 1:] == -1)).all(-1)]
+        rule = "have experts in ascending order, each once, then -1"
+        require(not len(wrong), "ids_NTK", wrong[:1].tolist(), rule)
 
     @property
     def microbatches(self) -> NDArray[np.int64]:
@@ -176,7 +180,10 @@ def load_traces(paths: Sequence[Path]) -> Trace:
         OSError: a file cannot be read.
     """
     files = [
-        file for path in paths for file in (sorted(path.glob("*.npy")) if path.is_dir() else [path])
+        file
+        for path in paths
+        for file in (sorted(path.iterdir()) if path.is_dir() else [path])
+        if file == path or file.suffix == ".npy"
     ]
     steps_done = {file: step for file in files if (step := steps_before(file)) is not None}
     # The steps of a file end where a later file of any rank begins. The same rank may have none: it

@@ -57,6 +57,7 @@ def test_a_run_of_other_sizes_is_refused_by_name(values, message):
         (arrays(ids_NTK=arrays()["ids_NTK"][:0]), r"ids_NTK.shape must be .*, got \(0, 3, 2\)"),
         (arrays(ids_NTK=arrays()["ids_NTK"] * 2), "ids_NTK must be -1 or .*=4, got -2"),
         (arrays(ids_NTK=arrays()["ids_NTK"] + 1), "ids_NTK must be .* num_experts=4, got 4"),
+        (arrays(ids_NTK=arrays()["ids_NTK"] * 0), r"ids_NTK must have .* -1, got \[\[0, 0\]\]"),
     ],
 )
 def test_anything_else_is_refused_by_name(values, message):

@@ -71,15 +71,16 @@ def _study(given: argparse.Namespace) -> Study:
     drop = given.drop
     fix = f"for {drop:g} % set {drop / 100:g}" if 1 <= drop < 100 else ""
     require(0 <= drop < 1, "drop", drop, "be a share from 0 to below 1", fix)
-    rule, fix = "exist", "record it with padded-dispatch train --trace, or correct the path"
-    for path in given.traces:
-        require(path.exists(), "TRACE", str(path), rule, fix)
     page = given.report
     rule = "be a file for the page, no folder and no trace"
-    is_free = not page.is_dir() and page.suffix != ".npy" and page not in given.traces
+    traces = {path.resolve() for path in given.traces}
+    is_free = not page.is_dir() and page.suffix != ".npy" and page.resolve() not in traces
     require(is_free, "--report", str(page), rule, "name another")
     require_folder("--report", page.parent)
+    rule, fix = "exist", "record it with padded-dispatch train --trace, or correct the path"
     try:
+        for path in given.traces:
+            require(path.exists(), "TRACE", str(path), rule, fix)
         trace = load_traces(given.traces)
     except OSError as error:
         raise ValueError(

@@ -80,6 +80,8 @@ def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path)
         ("good.npy --report .", "--report must be a file for the page, no folder and no trace"),
         ("--report good.npy good.npy", "--report must be a file for the page, no folder and no"),
         ("--report trace trace", "--report must be a file for the page, no folder and no trace"),
+        ("--report ./../here/trace trace", "--report must be a file for the page, no folder and "),
+        ("x" * 300, f"{'x' * 300} must be a readable trace, got File name too long; give another"),
         ("nowhere.npy", "TRACE must exist, got 'nowhere.npy'; record it with padded-dispatch "),
         ("broken.npy", "broken.npy: must be a trace, got "),
         ("good.npy --from-step 20", "--from-step must be from 0 to the last, 19, got 20"),
@@ -91,6 +93,8 @@ def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path)
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, monkeypatch, tmp_path, flags, message):
+    tmp_path = tmp_path / "here"
+    tmp_path.mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONWARNINGS", "")
     (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY nothing more")
