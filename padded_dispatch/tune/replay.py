@@ -95,8 +95,9 @@ class Replay:
         """Bytes that packed experts keep for backward, by factor."""
         run, num_layers = self.demand.run, self.store_layers
         sizes = {"hidden_size": run.hidden_size, "fc1_width": run.fc1_width}
+        direct = run.strikes is None and run.etp_size == 1
         return [
-            kept_bytes(config, run.num_tokens, **sizes, num_layers=num_layers)
+            kept_bytes(config, run.num_tokens, **sizes, num_layers=num_layers, direct=direct)
             for config in self.configs
         ]
 
@@ -135,6 +136,7 @@ def replay(
     configs = tuple(_config(run, factor, pool) for factor in factors)
     asked = demand.counts.sum((2, 3), dtype=np.int64)
     room, kept, lost = [], [], []
+    sent_of: dict[int, NDArray[np.integer]] = {}  # By P, which many factors share.
     for config in configs:
         if pool == "expert":
             slots = config.capacity(run.num_tokens)
@@ -142,7 +144,10 @@ def replay(
             kept.append(np.minimum(demand.counts, slots).sum((2, 3), dtype=np.int64))
             lost.append(0)
         else:
-            sent = _sent(demand, config)
+            num_slots = config.wire_slots(run.num_tokens)
+            if num_slots not in sent_of:
+                sent_of[num_slots] = _sent(demand, num_slots, config.num_ranks)
+            sent = sent_of[num_slots]
             in_store, beyond = _kept_in_stores(sent, config, run.num_tokens, stacks)
             room.append(config.store_rows(run.num_tokens, store_layers))
             kept.append(in_store)
@@ -197,12 +202,11 @@ def _by_rank(counts: NDArray[np.integer], config: DispatchConfig) -> NDArray[np.
     return counts.reshape(shape).sum((2, 4), dtype=np.int64)
 
 
-def _sent(demand: Demand, config: DispatchConfig) -> NDArray[np.integer]:
+def _sent(demand: Demand, num_slots: int, num_ranks: int) -> NDArray[np.integer]:
     """Return the rows that are not struck on their way to a store, as `Demand.counts`."""
-    num_slots = config.wire_slots(demand.run.num_tokens)
     if demand.trace is None or not demand.run.strikes or num_slots == demand.run.num_tokens:
         return demand.counts
-    return strike(demand.trace, num_slots, config.num_ranks)
+    return strike(demand.trace, num_slots, num_ranks)
 
 
 def _kept_in_stores(
@@ -245,14 +249,19 @@ def _needed(
 
 
 def kept_bytes(
-    config: DispatchConfig, num_tokens: int, *, hidden_size: int, fc1_width: int, num_layers: int
+    config: DispatchConfig,
+    num_tokens: int,
+    *,
+    hidden_size: int,
+    fc1_width: int,
+    num_layers: int,
+    direct: bool,
 ) -> int:
     """Return the bytes that packed experts of all layers keep for backward of a micro-batch.
 
     They keep fc1's result, a probability and a home of each row; a row number and a probability of
-    each choice of each source; and the tokens that arrived (D). Tokens are counted as for direct
-    stores with up to 8 ranks that each have whole experts, else as for collectives. Recomputation,
-    which would keep less, is not considered.
+    each choice of each source; and the tokens that arrived (D). Recomputation, which would keep
+    less, is not considered.
 
     Args:
         config: its capacity factor is used.
@@ -260,14 +269,15 @@ def kept_bytes(
         hidden_size: width of a row (D).
         fc1_width: width of fc1's result in a whole expert: 2F if gated, else F.
         num_layers: layers on this rank, which share a store.
+        direct: whether tokens arrive by direct stores; else by collectives.
 
-    Example: T = 4,096, K = 8, E = 128, R = 8, D = 2,048, F = 768 in bf16 at factor 1.25: 40,960
-    rows of 3,084 bytes, 262,144 choices of 8 and 28,672 tokens of 4,096, 245.9 MB for each layer.
+    Example: T = 4,096, K = 8, E = 128, R = 8, D = 2,048, F = 768 in bf16 at factor 1.25, direct:
+    40,960 rows of 3,084 bytes, 262,144 choices of 8 and 28,672 tokens of 4,096, 245.9 MB for each
+    layer.
     """
     rows = config.store_rows(num_tokens, num_layers)
     bytes_of_row = row_bytes(fc1_width / config.etp_size, _ELEMENT_BYTES)
     choices = 8 * config.num_sources * num_tokens * config.top_k
-    direct = config.etp_size == 1 and config.num_sources <= 8
     tokens = config.kept_tokens(num_tokens, direct=direct)
     bytes_of_layer = choices + tokens * hidden_size * _ELEMENT_BYTES
     return round(rows * bytes_of_row) + num_layers * bytes_of_layer

@@ -18,8 +18,8 @@ def qwen3(factor, **changes):
     return DispatchConfig(**(sizes | changes))
 
 
-def of_layers(config, num_layers=1):
-    return kept_bytes(config, 4096, **QWEN3, num_layers=num_layers)
+def of_layers(config, num_layers=1, direct=True):
+    return kept_bytes(config, 4096, **QWEN3, num_layers=num_layers, direct=direct)
 
 
 def test_the_documented_example():
@@ -31,13 +31,13 @@ def test_the_documented_example():
     assert of_layers(cells) == 40960 * of_row + choices + tokens == 245_858_304
     split = qwen3(1.25, capacity_pool="expert", etp_size=2)
     of_two = 2 * (40960 * (of_row - 1536) + choices + 8 * 4096 * of_token)
-    assert of_layers(split) == of_two
+    assert of_layers(split, direct=False) == of_two
     # A store has at least five shares.
     for num_layers, rows in ((1, 5 * 32768), (4, 5 * 32768), (12, 12 * 40960)):
         kept = num_layers * (choices + tokens) + rows * of_row
         assert of_layers(qwen3(1.25, capacity_pool="store"), num_layers) == kept
     # Collectives among 16 ranks: 8 experts of 320 slots.
-    wide = of_layers(qwen3(1.25, num_ranks=16, capacity_pool="expert"))
+    wide = of_layers(qwen3(1.25, num_ranks=16, capacity_pool="expert"), direct=False)
     assert wide == 40960 * of_row + 2 * choices + 16 * 2560 * of_token
     # Without drops each token may have all of its experts on one rank.
     assert of_layers(qwen3(NO_DROP)) == 8 * 4096 * 8 * of_row + choices + tokens
