@@ -5,7 +5,6 @@ import datetime
 import gc
 import itertools
 import math
-import os
 import time
 from typing import Any
 
@@ -24,7 +23,7 @@ from padded_dispatch.megatron import install
 from padded_dispatch.megatron.world import world
 from padded_dispatch.utils.flags import errors_name_flags
 from padded_dispatch.utils.launch import start_workers
-from padded_dispatch.utils.logs import show
+from padded_dispatch.utils.logs import show, torchrun_ranks
 from padded_dispatch.utils.results import about, append_run, require_results
 
 _SHOWN_KERNELS = 24
@@ -52,7 +51,7 @@ def resolve(given: argparse.Namespace) -> argparse.Namespace:
     num_gpus = torch.cuda.device_count()
     device = given.device or ("cuda" if num_gpus else "cpu")
     on_gpu = device == "cuda"
-    workers = int(os.environ.get("WORLD_SIZE", max(given.ep or [num_gpus if on_gpu else 2])))
+    workers = torchrun_ranks()[1] or max(given.ep or [num_gpus if on_gpu else 2])
     defaults = {
         "device": device,
         "ep": [workers],
@@ -94,7 +93,7 @@ def _check(given: argparse.Namespace) -> None:
         divides = given.workers % ep == 0
         require(divides, "ep", ep, f"divide the number of processes, {given.workers}")
         # Under torchrun some may be on other machines.
-        fits = on_cpu or "WORLD_SIZE" in os.environ or ep <= num_gpus
+        fits = on_cpu or torchrun_ranks()[1] or ep <= num_gpus
         require(fits, "ep", ep, f"be at most {num_gpus}, the GPUs here")
         for model in given.models:
             experts = MODELS[model].num_experts

@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import itertools
 import math
-import os
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -25,6 +24,7 @@ from padded_dispatch.train.settings import (
     Settings,
 )
 from padded_dispatch.utils.flags import Parser, flag
+from padded_dispatch.utils.logs import torchrun_ranks
 
 _SEPARATOR = "--vs"
 _ABOUT_COMPARE = (
@@ -98,7 +98,7 @@ def _layout_defaults(preset: Preset, flags: dict[str, Any]) -> dict[str, Any]:
     require(fits, "--preset", name, "be tiny on a CPU", "run on a GPU")
     require(device == "cpu" or num_gpus, "--device", device, "be cpu where PyTorch sees no GPU")
     # Under torchrun the processes exist already, and some may be on other machines.
-    started = int(os.environ.get("WORLD_SIZE", 0))
+    _, started = torchrun_ranks()
     workers = flags.get("workers", started or (num_gpus if device == "cuda" else 2))
     rule = f"be {started}, the processes that torchrun started"
     require(started in (0, workers), "--workers", workers, rule, "leave it out")

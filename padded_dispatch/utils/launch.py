@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
+from padded_dispatch.utils.logs import torchrun_ranks
+
 _END_S = 3.0  # time for a worker to end after SIGTERM, and for peers of one that failed
 _STDERR = 2
 
@@ -44,7 +46,7 @@ def start_workers(fn: Callable[..., Any], args: tuple[Any, ...] = (), *, num_wor
         SystemExit: with code 1 if a worker raised or died, after its rank and traceback on stderr;
             with code 128 + signal on SIGINT, SIGTERM and SIGHUP. Either way all workers have ended.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if torchrun_ranks()[1]:
         return fn(*args)
     # SIGHUP stays ignored under nohup.
     ends = signal.SIGINT, signal.SIGTERM, signal.SIGHUP

@@ -1,4 +1,4 @@
-"""Lines of a command's output, and lines of the package's log that a process writes once."""
+"""Lines of a command's output, from one rank, and lines of the log that a process writes once."""
 
 import functools
 import logging
@@ -14,9 +14,18 @@ def log_once(line: str, level: int = logging.INFO) -> None:
     _log.log(level, line)
 
 
+def torchrun_ranks() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks that torchrun has started; 0, 0 without.
+
+    Schedulers set one of the two variables alone, or leave it empty.
+    """
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    return (int(rank), int(size)) if rank and size else (0, 0)
+
+
 def show(text: str) -> None:
     """Print a line; among workers, on rank 0 only."""
-    if os.environ.get("RANK", "0") != "0":
+    if torchrun_ranks()[0] != 0:
         return
     try:
         sys.stdout.write(f"{text}\n")

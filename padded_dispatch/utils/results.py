@@ -17,6 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from padded_dispatch.utils.logs import torchrun_ranks
+
 _PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
 _LAYOUT = {
     tokenize.COMMENT,
@@ -96,7 +98,7 @@ def require_results(option: str, path: Path) -> None:
         ValueError: on rank 0, if the file is no results file or its folder is not writable; it
             names `option`.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if torchrun_ranks()[0] == 0:
         require_folder(option, path.parent)
         read_runs(option, path)
 

@@ -213,6 +213,7 @@ def test_processes_are_as_many_as_the_largest_group_needs(monkeypatch):
     assert parse(["--device", "cpu"]).workers == 2
     assert parse(["--device", "cpu", "--ep", "1", "4"]).workers == 4
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "0")
     assert parse(["--device", "cpu", "--ep", "1", "4"]).workers == 8
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert {case.ep for case in parse([]).cases} == {8}

@@ -81,6 +81,8 @@ def test_experts_divide_by_what_is_left_of_the_workers(flags, ep):
 
 def test_torchrun_decides_the_number_of_workers(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
+    assert parse([]).layout.workers == 2  # Without a rank another program has set it.
+    monkeypatch.setenv("RANK", "0")
     assert parse([]).layout == Layout(device="cpu", workers=4, ep=4)
     with pytest.raises(
         ValueError, match=r"^--workers must be 4, the processes that torch.*, got 2; leave"

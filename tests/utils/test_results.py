@@ -68,7 +68,10 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
         results.require_results("out", tmp_path / "file" / "r.json")
     with pytest.raises(ValueError, match=r"; /proc is not a writable folder: name another$"):
         results.require_folder("trace", Path("/proc/x/y"))
-    monkeypatch.setenv("RANK", "1")  # It writes nothing.
+    monkeypatch.setenv("RANK", "1")  # Without torchrun.
+    with pytest.raises(ValueError, match=r"^out must be a path"):
+        results.require_results("out", tmp_path / "file" / "r.json")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # Rank 1 writes nothing.
     results.require_results("out", tmp_path / "file" / "r.json")
 
 
