@@ -46,7 +46,11 @@ def load_corpus(text: str | None = None) -> tuple[np.ndarray, np.ndarray]:
         if text is None:
             is_held_out = zlib.crc32(name.encode()) % _HELD_OUT == 0
         part = held_out if is_held_out else train
-        part.append((root / name).read_bytes() + b"\0")
+        try:
+            part.append((root / name).read_bytes() + b"\0")
+        except OSError as error:
+            reason = f"{root / name} ({error.strerror})"
+            raise ValueError(f"--text must be a folder of readable files, got {reason}") from None
     rule = "be a folder with Python files to train on and documents to evaluate on"
     require(train and held_out, "--text", str(root), rule)
     return np.frombuffer(b"".join(train), np.uint8), np.frombuffer(b"".join(held_out), np.uint8)

@@ -39,6 +39,9 @@ def test_files_come_in_the_order_of_their_names_and_are_split_by_them(tmp_path, 
     assert held_out.tobytes() == b"\0# notes.txt\n\0"
     with pytest.raises(ValueError, match=r"^--text must be a folder with Python files .*held"):
         load_corpus(str(tmp_path / "held"))
+    (tmp_path / "held" / "memory.py").symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError, match=r"^--text must be .* files, got .*memory.py \(Input/out"):
+        load_corpus(str(tmp_path / "held"))
     message = "^--seq-length must be less than the 9 bytes to train on, or to evaluate on, got 9$"
     with pytest.raises(ValueError, match=message):
         Windows(np.zeros(9, np.uint8), 9, 1)
