@@ -376,6 +376,8 @@ def record_routing(
     for earlier in folder.glob("rank-*-step-*.npy"):
         before = steps_before(earlier)
         if before is not None and before >= steps_done:
+            words = f"traces of steps after {steps_done}, of an earlier run, are deleted"
+            log_once(f"{folder}: {words}", logging.WARNING)
             earlier.unlink(missing_ok=True)
     group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
     return TraceRecorder(

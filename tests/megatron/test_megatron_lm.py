@@ -452,9 +452,12 @@ def test_an_overflow_behind_the_last_line_is_written_before_it_ends_the_run(loop
     assert loop.tensorboard.scalars == loop.wandb.scalars and loop.tensorboard.flushed == 1
 
 
-def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path):
+def test_a_trace_holds_all_steps_of_a_run_and_of_its_resumption(loop, tmp_path, caplog):
     args = loop.get_args()
+    (earlier := tmp_path / "rank-00007-step-00000000.npy").touch()
     train(loop, trace=str(tmp_path))
+    words = f"{tmp_path}: traces of steps after 0, of an earlier run, are deleted"
+    assert words in caplog.messages and not earlier.exists()
     args.iteration, args.train_iters = 4, 7
     train(loop, trace=str(tmp_path))
     trace = load_traces([tmp_path])
