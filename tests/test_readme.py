@@ -116,8 +116,14 @@ def test_figures_of_the_readme_are_measured():
     assert says.format(*mixed, *cells[1], shown[six][figures.PARTIAL]) in first_screen
     ours = {key: runs[key][figures.OURS] for key in figures.SHOWN}
     assert [key for key, row in ours.items() if any(row["dropped"])] == []
-    again = 100 * statistics.mean(ours[six]["again"])
-    assert f"six layers overwrote {again:.2f} %." in first_screen
+    again = [
+        100 * statistics.mean(row["again"])
+        for run in figures.runs_in("store")
+        for row in run["rows"]
+        if (row.get("model"), row.get("ep"), row["contender"]) == (*six, figures.OURS)
+        and (row["capacity_factor"], row["micro_batches"]) == (figures.FACTOR, 4)
+    ]
+    assert f"six layers overwrote {min(again):.2f} to {max(again):.2f} %." in first_screen
     assert figures.with_tables(README.read_text()) == README.read_text(), (
         "run python notebooks/readme_figures.py"
     )
