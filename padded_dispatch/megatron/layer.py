@@ -98,7 +98,7 @@ class _EqualsMoELayer(type(MoELayer)):
 
 
 class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
-    """`MoELayer` with static shapes, for use without `install()`. Same arguments, same state dict.
+    """`MoELayer` with static shapes and the same arguments, for use without `install()`.
 
     It patches nothing, unless the config asks for CUDA graphs or the combined schedule: then
     `guard.install` adds checks before each replay, and hands on padding masks. With Megatron-Bridge
