@@ -160,10 +160,10 @@ def adapted(guarded: Callable[..., Any], build: Callable[..., None]) -> Callable
         layer = _transformer_layer(plan.layer)
         if not is_padded(getattr(layer, "mlp", None)):
             return
-        if layer is plan.layer or MTP_HAS_MASKS:
-            # The piece that ends with the dispatcher's first stage; `attn` until 0.18.
-            first = getattr(plan, "attn", None) or plan.pre_dispatch_computation
-            first.submodule = partial(_run_with_mask, guarded, layer, first.submodule)
+        has_mask = layer is plan.layer or MTP_HAS_MASKS
+        # The piece that ends with the dispatcher's first stage; `attn` until 0.18.
+        first = getattr(plan, "attn", None) or plan.pre_dispatch_computation
+        first.submodule = partial(_run_with_mask, guarded, layer, has_mask, first.submodule)
         for name in layer.mlp.token_dispatcher.kept_inputs:
             getattr(plan, name).free_input = False
 
@@ -179,21 +179,29 @@ def _transformer_layer(layer: Any) -> Any:
 
 
 def _run_with_mask(
-    guarded: Callable[..., Any], layer: Any, run: Callable[..., Any], node: Any, *args: Any
+    guarded: Callable[..., Any],
+    layer: Any,
+    has_mask: bool,
+    run: Callable[..., Any],
+    node: Any,
+    *args: Any,
 ) -> Any:
     moe, route = layer.mlp, layer.mlp.route
 
-    # Read the chunk's mask only now: a layer of multi-token prediction first shifts it by a token.
+    # Read the chunk's mask late: a layer of multi-token prediction first shifts it by a token.
+    def mask() -> Tensor | None:
+        return node.chunk_state.padding_mask if has_mask else None
+
     # The argument, from Megatron-Bridge, is the same mask as [B, S], and is not used.
     def route_with_mask(hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
-        mask_BS = node.chunk_state.padding_mask
+        mask_BS = mask()
         note_mask(layer, mask_BS)
         if mask_BS is None:
             return route(hidden_states)
         return route(hidden_states, padding_mask=mask_BS.transpose(0, 1).bool())
 
     def replay_with_mask(**kwargs: Any) -> Any:
-        return guarded(layer, replay, **kwargs, padding_mask=node.chunk_state.padding_mask)
+        return guarded(layer, replay, **kwargs, padding_mask=mask())
 
     check_packed(layer, node.chunk_state.packed_seq_params)
     if moe.training and layer.config.cuda_graph_impl != "none":

@@ -113,9 +113,11 @@ def test_flattened_samples_are_routed_alike(megatron):
     torch.testing.assert_close(*rows)
 
 
+@pytest.mark.parametrize("predicts", [False, True])
 @pytest.mark.parametrize("scope", ["attn", "moe_router"])
-def test_packed_sequences_in_the_combined_schedule(megatron, scope):
-    """The first piece of a layer routes its input here."""
+def test_packed_sequences_in_the_combined_schedule(megatron, monkeypatch, scope, predicts):
+    """The first piece of a layer routes its input here, with multi-token prediction unmasked."""
+    monkeypatch.setattr(schedule, "MTP_HAS_MASKS", False)
     mask_BS = torch.tensor([[False, False, True], [False, True, True]])
     layer = Layer(mlp=tiny.padded_layer(), **layer_graphs(scope))
     node = SimpleNamespace(
@@ -123,11 +125,14 @@ def test_packed_sequences_in_the_combined_schedule(megatron, scope):
         submodule=lambda node, hidden: layer.mlp.route(hidden),
     )
     nodes = {name: SimpleNamespace() for name in ("moe_dispatch", "mlp", "moe_combine")}
-    plan = SimpleNamespace(layer=layer, **nodes)
+    outer = SimpleNamespace(mtp_model_layer=layer) if predicts else layer
+    plan = SimpleNamespace(layer=outer, **nodes)
     adapted(unreachable, lambda plan: vars(plan).update(attn=node))(plan)
     hidden = torch.randn(3, 2, tiny.HIDDEN)
     if scope == "moe_router":
-        assert torch.equal(node.submodule(node, hidden)[1].any(1), ~mask_BS.T.flatten())
+        is_routed = predicts | ~mask_BS.T.flatten()
+        assert torch.equal(node.submodule(node, hidden)[1].any(1), is_routed)
+        assert layer.mlp.token_dispatcher.watch.layers == [layer.mlp]
     else:
         with pytest.raises(ValueError, match="packed_seq_params must be None where a CUDA graph"):
             node.submodule(node, hidden)
