@@ -414,7 +414,8 @@ def require_chunks(chunks: Any) -> None:
 
 def device_of(chunks: list[Any]) -> torch.device:
     """Return a model's device; chunks that a pipeline's layout leaves empty have no parameters."""
-    return next(parameter for chunk in chunks for parameter in chunk.parameters()).device
+    devices = (parameter.device for chunk in chunks for parameter in chunk.parameters())
+    return next(devices, None) or torch.device(torch.cuda.current_device())
 
 
 def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:

@@ -182,8 +182,10 @@ def check_retry(chunks: list[Any]) -> None:
             "set it to False",
         )
     config: Any = get_model_config(chunks[0])
-    on_overflow = padded_options(config).on_overflow
-    require(on_overflow == "retry", "on_overflow", on_overflow, "be 'retry'", "set it")
+    # Options of `install` are those of a config that was made before it, once a layer is built.
+    for layer in (m for chunk in chunks for m in chunk.modules() if is_padded(m)):
+        on_overflow = padded_options(layer.config).on_overflow
+        require(on_overflow == "retry", "on_overflow", on_overflow, "be 'retry'", "set it")
     require(
         config.finalize_model_grads_func is not None,
         "finalize_model_grads_func",
