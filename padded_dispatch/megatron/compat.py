@@ -2,6 +2,7 @@
 
 import pkgutil
 import re
+import sys
 from typing import Any
 
 import torch
@@ -121,7 +122,8 @@ def logged_tensors() -> dict[str, Tensor]:
     """Return the sums that Megatron adds to in forward passes until its next report, by name.
 
     They are values of each layer: MoE metrics such as auxiliary losses, and the losses of
-    multi-token prediction and of sparse attention's indexer, where this version has them.
+    multi-token prediction and of sparse attention's indexer, where this version has them; and sums
+    of the lengths of packed sequences.
     """
     logged = {
         f"moe {name}": entry["values"] if isinstance(entry, dict) else entry.values
@@ -131,6 +133,10 @@ def logged_tensors() -> dict[str, Tensor]:
         for name, value in getattr(found(helper), "tracker", {}).items():
             if isinstance(value, Tensor):
                 logged[f"{helper} {name}"] = value
+    # Megatron-LM's sums for its count of operations, from 0.19 on, with packed sequences.
+    name = "_seqlen_stats_in_iteration"
+    if (value := getattr(sys.modules.get("megatron.training.training"), name, None)) is not None:
+        logged[name] = value
     return logged
 
 

@@ -138,6 +138,7 @@ class _Run:
             self._shown["moe/retried_steps"] = self._retry.num_retried
         num_steps = max(1, sums.get("advanced iterations", 0) + (not skipped))
         for name, figure in self._shown.items():
+            sums.pop(name, None)  # Stay behind a loss that comes after skipped steps.
             sums[name] = torch.tensor([figure * num_steps], dtype=torch.float64)
         result = call()
         self.follow(reading)

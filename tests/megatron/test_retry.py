@@ -9,6 +9,7 @@ import dataclasses
 import math
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,9 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer.module import GraphableMegatronModule
 
 from padded_dispatch.config import NO_DROP
-from padded_dispatch.megatron import PaddedOptions, Retry, Telemetry, retry
+from padded_dispatch.megatron import PaddedOptions, Retry, Telemetry, compat, retry
 from padded_dispatch.megatron.cpu import megatron_on_cpu
+from padded_dispatch.megatron.dispatcher import device_of
 from padded_dispatch.megatron.retry import (
     dropping_nothing,
     generator_states,
@@ -122,6 +124,24 @@ def test_evaluation_passes_through_and_retries_are_logged_more_and_more_rarely(a
     # No step's number: a resumed run has done some before, and others may be left out.
     words = r".*; this one dropped \d+ rows and ran again without dropping"
     assert all(re.fullmatch(words, text) for text in retries)
+
+
+def test_sums_of_packed_sequences_are_restored(monkeypatch):
+    loop = SimpleNamespace(_seqlen_stats_in_iteration=(sums := torch.ones(2)))
+    monkeypatch.setitem(sys.modules, "megatron.training.training", loop)
+    kept = {name: tensor.clone() for name, tensor in compat.logged_tensors().items()}
+    sums += 1
+    compat.put_logged_back(kept)
+    assert sums.tolist() == [1, 1]
+
+
+def test_a_stage_may_have_no_experts_and_no_parameters(alone):
+    with world(RETRIED):
+        training = Training(RETRIED, on_overflow="retry")
+        del training.config.padded_dispatch  # As if it were older than `install`.
+        ddp: Any = training.chunks[0]
+        assert device_of([torch.nn.Identity()]) == device_of([ddp])
+        retry.check_retry([type(ddp)(training.config, ddp.ddp_config, torch.nn.Linear(1, 1))])
 
 
 def test_a_loop_without_retry_is_refused():
