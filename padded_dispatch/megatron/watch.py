@@ -128,7 +128,7 @@ def see_pass(moe: Any, hidden_states: Any) -> None:
         if watch is None or not watch.accepts(moe):
             watch = Watch(moe)
             _watches[watch] = None
-        elif moe not in watch.layers:
+        else:
             watch.layers.append(moe)
         vars(moe.token_dispatcher)["watch"] = watch
     if moe is watch.layers[0]:

@@ -164,15 +164,11 @@ def test_alignment_follows_the_recipe(settings, rows):
     assert translated.alignment == rows
 
 
-class Matcher:
-    """A rule without a text of its own, as users may write for `RecipeConfig`."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 def test_equal_recipes_of_matchers_without_a_text_are_equal():
-    made = [SimpleNamespace(configs={}, matchers=[Matcher(name)]) for name in ("fc1", "fc1", "fc2")]
+    made = []
+    for name in ("fc1", "fc1", "fc2"):
+        (matcher := type("Matcher", (), {})()).name = name
+        made.append(SimpleNamespace(configs={}, matchers=[matcher]))
     first, same, other = (settings_of(megatron_config(quant_recipe=recipe)) for recipe in made)
     assert first == same != other
 
