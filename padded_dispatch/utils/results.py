@@ -136,7 +136,7 @@ def append_run(path: Path, run_about: dict[str, Any], rows: list[dict[str, Any]]
         run = {"about": run_about, "rows": []}
         runs.append(run)
     run["rows"] += json.loads(json.dumps(rows), parse_constant=lambda name: None)
-    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished = path.with_name(f".{os.getpid()}.unfinished")  # The longest name fits, too.
     try:
         unfinished.write_text(json.dumps({"runs": runs}, indent=1) + "\n")
         unfinished.replace(path)

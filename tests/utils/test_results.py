@@ -12,7 +12,7 @@ from padded_dispatch.utils import results
 
 
 def test_runs_are_added(tmp_path):
-    path = tmp_path / "new" / "r.json"
+    path = tmp_path / "new" / ("r" * 255)  # The longest name.
     results.append_run(path, {"commit": "a"}, [{"ms": 1.5}])
     results.append_run(path, {"commit": "b"}, [{"loss": [1.5, math.nan, -math.inf]}])
     results.append_run(path, {"commit": "a"}, [{"ms": 3}])  # It joins the run with its metadata.
@@ -22,7 +22,7 @@ def test_runs_are_added(tmp_path):
             {"about": {"commit": "b"}, "rows": [{"loss": [1.5, None, None]}]},
         ]
     }
-    assert [p.name for p in path.parent.iterdir()] == ["r.json"]
+    assert [*path.parent.iterdir()] == [path]
 
 
 NO_RUNS = r"it has no list of runs with about and rows\); name another file"
