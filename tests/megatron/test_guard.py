@@ -24,7 +24,8 @@ from tests.support.training import Model, ways_agree, with_changes
 IS_OLD = (package_info.MAJOR, package_info.MINOR) < (0, 18)
 LENGTH = 5
 NOTHING_CAPTURED = (
-    "cuda_graph_impl must be 'transformer_engine' for scopes of .*, got 'local'; set it, or leave"
+    "cuda_graph_impl must be 'transformer_engine' for scopes of MoE layers, of which 'local' "
+    "captures nothing, .*, got 'local'; set it, or leave"
 )
 
 

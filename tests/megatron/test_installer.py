@@ -220,11 +220,8 @@ def test_a_factor_goes_with_load_balancing_of_any_kind():
 def test_scopes_without_experts_need_no_factor_either():
     """They get no temporary factor either, with which Megatron would reject sinkhorn."""
     install()
-    parts, local = (
-        layer_graphs("attn", "moe_router", "moe_preprocess"),
-        {"cuda_graph_impl": "local"},
-    )
-    for graphs in (layer_graphs("attn"), parts, layer_graphs() | local):
+    parts = layer_graphs("attn", "moe_router", "moe_preprocess")
+    for graphs in (layer_graphs("attn"), parts, layer_graphs() | {"cuda_graph_impl": "local"}):
         config = tiny.config(moe_router_load_balancing_type="sinkhorn", **graphs)
         assert config.moe_expert_capacity_factor is None
 

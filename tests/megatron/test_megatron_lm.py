@@ -184,6 +184,10 @@ def test_steps_are_repeated_and_retries_shown(loop):
     for number in (7, 8):
         step(loop, training, number)
     sums: dict[str, Any] = {}
+    loop.training_log({"lm loss": torch.ones(1)}, sums, 8, 0)
+    assert next(iter(sums)) == "lm loss"
+    ((number, line),) = loop.lines
+    sums = {}
     for skipped in (1, 0):  # As with fp16's first scales.
         loop.training_log({"lm loss": torch.ones(1)}, sums, 8, skipped)
     assert next(name for name in sums if name not in SUMS) == "lm loss"
@@ -193,7 +197,6 @@ def test_steps_are_repeated_and_retries_shown(loop):
     assert (first.num_retried, first.num_steps) == (2, 2)
     for writer in (loop.tensorboard, loop.wandb):
         assert writer.scalars["moe/retried_steps"] == [(8, 1.0), (9, 2.0)]
-    number, line = loop.lines[-1]
     assert (number, line["moe/retried_steps"]) == (8, 2.0)
     assert line["moe/dropped"] > 0
     assert [getattr(loop, name) for name in NAMES] == stock
@@ -436,7 +439,7 @@ def test_evaluation_does_not_mix_with_training(loop):
 def test_an_overflow_ends_the_run_at_the_line(loop):
     with pytest.raises(RuntimeError, match=r"^on_overflow='error': .* layer . found no .* step 1 "):
         train(loop, on_overflow="error")
-    number, line = loop.lines[-1]
+    ((number, line),) = loop.lines
     assert (len(loop.calls), number) == (1, 1) and line["moe/dropped"] > 0
     assert loop.tensorboard.flushed == 1
 
