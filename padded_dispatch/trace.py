@@ -179,12 +179,12 @@ def load_traces(paths: Sequence[Path]) -> Trace:
         ValueError: names the file, what is wrong in it, and what to do; or no file has a step.
         OSError: a file cannot be read.
     """
-    files = [
-        file
-        for path in paths
-        for file in (sorted(path.iterdir()) if path.is_dir() else [path])
-        if file == path or file.suffix == ".npy"
-    ]
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():  # `glob` would find nothing in a folder that cannot be read.
+            files += sorted(file for file in path.iterdir() if file.suffix == ".npy")
+        else:
+            files.append(path)
     steps_done = {file: step for file in files if (step := steps_before(file)) is not None}
     # The steps of a file end where a later file of any rank begins. The same rank may have none: it
     # was killed before its first step, or its next file is on the disk of a host that left the run.

@@ -40,6 +40,9 @@ FUSED_SWIGLU_CLAMPS = found("fusions.fused_bias_swiglu.clamped_swiglu") is not N
 # replay restores that flag, and only if the config has `gradient_accumulation_fusion`.
 LOCAL_GRAPHS_ADD_GRADIENTS = _IS_19
 
+# Megatron-LM's module with the training loop, which a script imports.
+MEGATRON_LM = "megatron.training.training"
+
 # Besides the MoE metrics, what Megatron logs: each helper has a dict of tensors, `tracker`.
 _LOGGED = (
     "transformer.multi_token_prediction.MTPLossLoggingHelper",
@@ -135,7 +138,7 @@ def logged_tensors() -> dict[str, Tensor]:
                 logged[f"{helper} {name}"] = value
     # Megatron-LM's sums for its count of operations, from 0.19 on, with packed sequences.
     name = "_seqlen_stats_in_iteration"
-    if (value := getattr(sys.modules.get("megatron.training.training"), name, None)) is not None:
+    if (value := getattr(sys.modules.get(MEGATRON_LM), name, None)) is not None:
         logged[name] = value
     return logged
 

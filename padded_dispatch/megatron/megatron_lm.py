@@ -29,6 +29,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import get_model_config
 
 from padded_dispatch.config import require
+from padded_dispatch.megatron.compat import MEGATRON_LM
 from padded_dispatch.megatron.config import is_ours, last_layer
 from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.stacked_linear import has_own_weights
@@ -39,8 +40,6 @@ from padded_dispatch.utils.flags import flag
 from padded_dispatch.utils.logs import log_once
 from padded_dispatch.utils.patches import PATCHED
 from padded_dispatch.utils.results import require_folder
-
-_MODULE = "megatron.training.training"
 
 # Figures in Megatron's line of a step.
 _SHOWN_FIGURES = ("dropped", "again", "fill", "needed_factor", "expert_overload")
@@ -200,7 +199,7 @@ class _Run:
 
 def follow_training() -> None:
     """Wrap Megatron-LM's training loop; do nothing if it is not imported, or wrapped already."""
-    training: Any = sys.modules.get(_MODULE)
+    training: Any = sys.modules.get(MEGATRON_LM)
     if training is None or getattr(training.__spec__, "_initializing", False):
         return  # Not imported, or only in part.
     loop = _Loop(training)
@@ -209,7 +208,7 @@ def follow_training() -> None:
             PATCHED.wrap(training, name, functools.partial(_by_name, getattr(loop, name)))
         else:
             lost = "some figures, retries or traces are missing in Megatron-LM's loop, "
-            log_once(f"{lost}because it has no {_MODULE}.{name}", logging.WARNING)
+            log_once(f"{lost}because it has no {MEGATRON_LM}.{name}", logging.WARNING)
 
 
 def _by_name(

@@ -40,9 +40,9 @@ from padded_dispatch.megatron.dispatcher import (
     Copies,
     counting_tensors,
     device_of,
-    is_padded,
     require_chunks,
 )
+from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.utils.patches import Patches
 
 _log = logging.getLogger("padded_dispatch")
@@ -75,7 +75,7 @@ class Retry:
         self.chunks = chunks
         self.num_steps = 0
         self.num_retried = 0
-        self._layers = [m for chunk in chunks for m in chunk.modules() if is_padded(m)]
+        self._layers = [*padded_moe_layers(chunks).values()]
         dispatchers = [layer.token_dispatcher for layer in self._layers]
         for dispatcher in dispatchers:
             dispatcher.configs.has_retry = True
@@ -183,7 +183,7 @@ def check_retry(chunks: list[Any]) -> None:
         )
     config: Any = get_model_config(chunks[0])
     # Options of `install` are those of a config that was made before it, once a layer is built.
-    for layer in (m for chunk in chunks for m in chunk.modules() if is_padded(m)):
+    for layer in padded_moe_layers(chunks).values():
         on_overflow = padded_options(layer.config).on_overflow
         require(on_overflow == "retry", "on_overflow", on_overflow, "be 'retry'", "set it")
     require(
