@@ -40,6 +40,9 @@ CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
 NO_DROP = math.inf
 _STORE_FACTOR = 1.25  # NO_DROP's for a store: with a fresh router, 1 % of rows are recomputed.
 
+# What a pass keeps of other ranks' tokens at most, relative to a layer's rows in the store.
+_KEPT_SHARES = 1.5
+
 # The capacity factor of eager passes that size their buffers to their routing, and drop nothing.
 FIT: Final = "fit"
 
@@ -209,14 +212,28 @@ class DispatchConfig:
         factor = max(factor, _STORE_FACTOR if self.capacity_pool == "store" else 0)
         return min(num_tokens, self.num_local_experts * self._slots(num_tokens, factor))
 
+    @property
+    def sends_again(self) -> bool:
+        """True if a pass keeps no tokens of other ranks, and backward sends them again.
+
+        Where every token has a slot at every rank, S - 1 times T tokens can arrive. They are sent
+        again if these are more than one and a half times the rows that a store has for a layer.
+        """
+        factor = self.capacity_factor
+        if factor in (FIT, NO_DROP):
+            factor = _STORE_FACTOR
+        return self.num_sources - 1 > _KEPT_SHARES * self.top_k * factor
+
     def kept_tokens(self, num_tokens: int, *, direct: bool) -> int:
         """Return how many tokens a pass of T tokens keeps until backward.
 
-        Direct stores keep those of other ranks, collectives all slots; one source keeps none.
+        Direct stores keep those of other ranks, collectives all slots; one source keeps none, and
+        neither does a pass that sends them again.
         """
-        if direct or self.num_sources == 1:
-            return (self.num_sources - 1) * num_tokens
-        return self.num_sources * self.wire_slots(num_tokens)
+        num_slots = num_tokens if direct else self.wire_slots(num_tokens)
+        if self.num_sources == 1 or (self.sends_again and num_slots == num_tokens):
+            return 0
+        return self.num_sources * num_slots - (num_tokens if direct else 0)
 
     @property
     def _factor(self) -> float:

@@ -161,7 +161,8 @@ class PaddedDispatcher:
             ("activation", activation),
             *((f"shape of {name}", shape) for name, shape in shapes.items()),
         )
-        agree_on_shapes(self.agreement, config, tokens_TD, rules)
+        broke_off = any(exchange.broke_off() for exchange in self._exchanges.values())
+        agree_on_shapes(self.agreement, config, tokens_TD, rules, broke_off=broke_off)
         in_cells = config.capacity_pool == "expert" and not config.fits
         pool, rule = config.capacity_pool, "be 'expert' with experts that read padded cells"
         has_room = packed or in_cells or config.fits
@@ -189,4 +190,6 @@ class PaddedDispatcher:
         kept_TE, _ = exchange.strike(selection.kept_TE, selection.probs_TE, num_slots, policy)
         plan = make_plan(kept_TE, top_k=config.top_k)
         prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
-        return selection, prob_TK, exchange.start(plan, tokens_TD, num_slots)
+        sends_again = packed and config.sends_again
+        wire = exchange.start(plan, tokens_TD, num_slots, sends_again=sends_again)
+        return selection, prob_TK, wire

@@ -32,7 +32,7 @@ from padded_dispatch.config import DispatchConfig
 from padded_dispatch.counters import Counters
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.exchange.direct import DirectWire
-from padded_dispatch.exchange.symmetric_memory import Buffers
+from padded_dispatch.exchange.symmetric_memory import Buffers, SharedMemory
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.kernels import (
     Scaled,
@@ -87,7 +87,12 @@ def launch_all() -> None:
 
 
 def start(
-    collectives: Collectives, plan: routing.Plan, tokens_TD: Tensor, num_slots: int
+    collectives: Collectives,
+    plan: routing.Plan,
+    tokens_TD: Tensor,
+    num_slots: int,
+    *,
+    sends_again: bool = False,
 ) -> DirectWire:
     """Return a wire of direct stores between two ranks, with nothing at its addresses."""
     by_choice = 2, num_slots, plan.expert_TK.shape[1]
@@ -102,7 +107,12 @@ def start(
         count_SL=torch.zeros(2, len(plan.kept_E), dtype=int32),
         home_QD=tokens_TD.new_empty(math.prod(by_choice), width),
         beside_PK=torch.zeros(by_choice[1:]),
-        **dict.fromkeys(("rows_R", "plan_R", "homes_R", "besides_R"), at_R),
+        again_SPD=tokens_TD.new_empty(1, num_slots, width) if sends_again else None,
+        **dict.fromkeys(("arriving_R", "coming_R"), at_R),
+        **dict.fromkeys(("again_at", "plan_at", "beside_at"), 0),
+        shared=SharedMemory(),
+        memories=(),
+        sizes=(),
     )
     return DirectWire(plan=plan, buffers=buffers, homes_S=at_R)
 

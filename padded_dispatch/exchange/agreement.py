@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, require_tokens
+from padded_dispatch.config import DispatchConfig, require, require_tokens
 from padded_dispatch.exchange.mirror import differing, mirror_of
 from padded_dispatch.utils.phases import is_capturing
 
@@ -131,6 +131,7 @@ def agree_on_shapes(
     tokens_TD: Tensor,
     rules: NamedValues,
     *,
+    broke_off: bool = False,
     any_tokens: bool = False,
     **shapes: object,
 ) -> None:
@@ -143,6 +144,7 @@ def agree_on_shapes(
         config: of the pass.
         tokens_TD: its shape, dtype, kind of device and need for gradients are compared.
         rules: further values that must be equal on all ranks.
+        broke_off: whether the pass before has sent rows and not returned them, on this rank.
         any_tokens: ranks may have different T; for passes with `FIT`, which take as many slots as
             the largest T: see `Agreement.largest`.
         **shapes: further values, which a capture must share with an earlier eager call.
@@ -151,9 +153,13 @@ def agree_on_shapes(
     """
     num_tokens, hidden_size = tokens_TD.shape
     # If one rank alone had no gradients, the others would wait for it in backward.
-    enabled = "gradients are enabled", torch.is_grad_enabled()
+    more = (
+        ("gradients are enabled", torch.is_grad_enabled()),
+        ("tokens need gradients", tokens_TD.requires_grad),
+        ("the pass before broke off", broke_off),
+    )
     agreement.check(
-        (*rules, enabled, ("tokens need gradients", tokens_TD.requires_grad)),
+        (*rules, *more),
         # All sizes follow from these.
         D=hidden_size,
         dtype=tokens_TD.dtype,
@@ -163,6 +169,13 @@ def agree_on_shapes(
         **shapes,
     )
     require_tokens(num_tokens)
+    require(
+        not broke_off,
+        "the pass before this one",
+        "one that raised between sending tokens and returning rows",
+        "run to its end on all ranks",
+        "mend the first error; to go on, synchronize the devices of all ranks and run a new pass",
+    )
 
 
 def _text(values: NamedValues) -> bytes:

@@ -22,6 +22,7 @@ group.
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.config import Policy
+from padded_dispatch.kernels import SlotList
 from padded_dispatch.routing import Plan, kept_map
 from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
 
@@ -47,11 +49,18 @@ class Values:
             unspecified in slots without a token.
         own_TD: the rows of this rank's own tokens, contiguous; None if `rows_SPD` has them.
         own: this rank's number among the sources; None if `own_TD` is.
+        lasts: whether the rows stay as they are until backward; other layers overwrite a buffer
+            that all share.
     """
 
     rows_SPD: Tensor
     own_TD: Tensor | None = None
     own: int | None = None
+    lasts: bool = True
+
+    def rows(self) -> dict[str, Any]:
+        """Return the arguments of kernels that read the rows."""
+        return {"rows_SPD": self.rows_SPD, "own_TD": self.own_TD, "own": self.own}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +89,23 @@ class Struck:
 
     num_rows: Tensor
     num_asked: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Slots:
+    """Slots of a source's tokens.
+
+    Attributes:
+        expert_TK: of the plan.
+        row_TK: where the sum of each choice's rank comes home, among [R * P, D]; -1: no choice.
+        first_TK: int32; the same for the first choice of each rank, -1 for the others.
+        token_RP: the token of each slot, -1 for none; None if slot t is token t.
+    """
+
+    expert_TK: Tensor
+    row_TK: Tensor | None = None
+    first_TK: Tensor | None = None
+    token_RP: Tensor | None = None
 
 
 class Collectives:
@@ -138,9 +164,18 @@ class Collectives:
         num_rows = map_TE.sum(dtype=torch.int32) - kept.sum(dtype=torch.int32)
         return kept.flatten(1), Struck(num_rows=num_rows, num_asked=asked_R.max())
 
-    def start(self, plan: Plan, tokens_TD: Tensor, num_slots: int) -> "CollectiveWire":
-        """Begin a pass of tokens, of which at most P = `num_slots` have experts on one rank."""
-        return CollectiveWire(self, plan, tokens_TD, num_slots)
+    def broke_off(self) -> bool:
+        """Return False: what a pass leaves behind disturbs no later one."""
+        return False
+
+    def start(
+        self, plan: Plan, tokens_TD: Tensor, num_slots: int, *, sends_again: bool = False
+    ) -> "CollectiveWire":
+        """Begin a pass of tokens, of which at most P = `num_slots` have experts on one rank.
+
+        `sends_again`: see `DispatchConfig`; if P < T, less arrives than it counts, and is kept.
+        """
+        return CollectiveWire(self, plan, tokens_TD, num_slots, sends_again)
 
 
 class CollectiveWire:
@@ -150,15 +185,19 @@ class CollectiveWire:
 
     Attributes:
         homes_S: None, since sums go home, not rows: see `exchange.direct.DirectWire`.
-        lasts: True, since the values that arrive stay valid until backward.
+        sends_again: whether backward sends tokens again.
         splits: whether other ranks compute parts of the same experts.
     """
 
     homes_S: Tensor | None = None
-    lasts = True
 
     def __init__(
-        self, exchange: Collectives, plan: Plan, tokens_TD: Tensor, num_slots: int
+        self,
+        exchange: Collectives,
+        plan: Plan,
+        tokens_TD: Tensor,
+        num_slots: int,
+        sends_again: bool,
     ) -> None:
         self._exchange, self._plan = exchange, plan
         self.splits = exchange.etp_group is not None
@@ -166,25 +205,47 @@ class CollectiveWire:
         # True if slot t is token t on every rank; then there are at least T slots.
         self._whole = num_slots >= self._num_tokens or exchange.num_ranks == 1
         self._num_slots = max(num_slots, self._num_tokens) if self._whole else num_slots
-        if exchange.num_ranks > 1:
-            self._number_slots()
+        self.sends_again = sends_again and self._whole
+        self._slots = self._number_slots()
 
-    def _number_slots(self) -> None:
-        """Compute the slot of every token at each rank, and the token of every slot; -1: none."""
-        ranks, expert_TK = self._exchange.num_ranks, self._plan.expert_TK
-        rank_R = torch.arange(ranks, device=expert_TK.device, dtype=torch.int32)
+    def _number_slots(self) -> _Slots:
+        """Compute the slot of every token at the ranks of its choices, and the token of every slot.
+
+        One source moves nothing and needs no numbers.
+        """
+        local, expert_TK = self._exchange.num_local_experts, self._plan.expert_TK
+        ranks, token_RP = self._exchange.num_ranks, None
+        if self._exchange.num_sources == 1:
+            return _Slots(expert_TK=expert_TK)
         token_T1 = torch.arange(self._num_tokens, device=expert_TK.device)[:, None]
-        rank_TK = expert_TK // self._exchange.num_local_experts
-        reached_TR = (rank_TK[..., None] == rank_R).any(1)
-        slot_TR = token_T1 if self._whole else reached_TR.cumsum(0) - 1
-        row_TR = torch.where(reached_TR, rank_R * self._num_slots + slot_TR, -1)
-        # The row of each token's sum from each rank, among the [R * P, D] sums that come home.
-        self._row_TR = row_TR.to(torch.int32)
+        # No choice counts as one of a rank behind the last.
+        rank_TK = torch.where(expert_TK >= 0, expert_TK // local, ranks).long()
+        if self._whole:
+            slot_TK = token_T1
+        else:
+            reached_TR = token_T1.new_zeros(self._num_tokens, ranks + 1).scatter_(1, rank_TK, 1)
+            slot_TK = (reached_TR.cumsum(0) - 1).gather(1, rank_TK)
+        row_TK = torch.where(rank_TK < ranks, rank_TK * self._num_slots + slot_TK, -1)
+        # Experts ascend, so the choices of a rank are neighbours.
+        follows_TK = torch.zeros_like(expert_TK, dtype=torch.bool)
+        follows_TK[:, 1:] = rank_TK[:, 1:] == rank_TK[:, :-1]
         if not self._whole:
             # Index -1 writes to the last element, which is cut off.
             token_Q = token_T1.new_full((ranks * self._num_slots + 1,), -1)
-            token_Q[row_TR] = token_T1.expand_as(row_TR)
-            self._token_RP = token_Q[:-1].view(ranks, -1)
+            token_Q[row_TK] = token_T1.expand_as(row_TK)
+            token_RP = token_Q[:-1].view(ranks, -1)
+        first_TK = row_TK.masked_fill(follows_TK, -1).to(torch.int32)
+        return _Slots(expert_TK=expert_TK, row_TK=row_TK, first_TK=first_TK, token_RP=token_RP)
+
+    def routed(self) -> dict[str, Tensor | None]:
+        """Return the tensors that depend on the routing and that `push` and `home` read."""
+        return vars(self._slots)
+
+    def rerouted(self, saved: dict[str, Any]) -> "CollectiveWire":
+        """Return this wire with the tensors of `routed`, which a recompute may have replaced."""
+        wire = copy(self)
+        wire._slots = _Slots(**{name: saved[name] for name in vars(self._slots)})
+        return wire
 
     @nvtx_range("exchange")
     def open(self, tokens_TD: Tensor, prob_TK: Tensor) -> Arrived:
@@ -205,9 +266,15 @@ class CollectiveWire:
         )
 
     @nvtx_range("exchange")
-    def push(self, values_TD: Tensor) -> Values:
-        """Send a row for every token to the ranks of its experts, without the plan."""
-        return Values(rows_SPD=self.send(values_TD))
+    def push(
+        self, values_TD: Tensor, again_TD: Tensor | None = None
+    ) -> tuple[Values, Values | None]:
+        """Send a row for every token to the ranks of its experts, without the plan.
+
+        `again_TD`: the tokens, if the pass sends them again; they are the second result.
+        """
+        values = Values(rows_SPD=self.send(values_TD))
+        return values, None if again_TD is None else Values(rows_SPD=self.send(again_TD))
 
     @nvtx_range("exchange")
     def bring(self, sum_SPD: Tensor) -> Tensor:
@@ -225,7 +292,7 @@ class CollectiveWire:
     def home(
         self,
         product: Callable[[], Tensor],
-        row_SPK: Tensor,
+        listed: SlotList,
         offsets: Tensor,
         beside_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -237,8 +304,7 @@ class CollectiveWire:
         Args:
             product: computes the rows. It returns them, loose (see `kernels.Segments`); for direct
                 stores it writes each row to its address at home instead.
-            row_SPK: int32, the row of each choice, as a row of the store; -1 if its expert is not
-                on this rank, -2 if it found no room.
+            listed: the slots whose token has an expert of this rank, and the rows of the store.
             offsets: of the pass; the first is its first row.
             beside_N: loose fp32, a number to bring home with each row, or None.
 
@@ -248,10 +314,10 @@ class CollectiveWire:
         """
         from padded_dispatch.kernels import rows
 
-        sum_SPD = rows.sum_rows(product(), row_SPK, offsets=offsets, wide=self.splits)
+        sum_SPD = rows.sum_slots(product(), listed, offsets=offsets, wide=self.splits)
         beside_TK = None
         if beside_N is not None:
-            beside_TK = self.bring_beside(rows.take(beside_N, row_SPK, offsets))
+            beside_TK = self.bring_beside(rows.send_numbers(beside_N, listed, offsets=offsets))
         return self.bring(sum_SPD), beside_TK
 
     # The methods below run without autograd. The backward of each is another one, its transpose.
@@ -262,7 +328,7 @@ class CollectiveWire:
             rows_PD = _padded(values_TD, self._num_slots)
             rows_RPD = _gathered(rows_PD[None], self._exchange.group)
         else:
-            rows_RPD = self._swap(values_TD[self._token_RP])  # -1, no token, sends the last.
+            rows_RPD = self._swap(values_TD[self._slots.token_RP])  # -1, no token, sends the last.
         return _gathered(rows_RPD, self._exchange.etp_group)
 
     def send_plan(self, prob_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -279,7 +345,7 @@ class CollectiveWire:
             message_RX = _gathered(message_X[None], exchange.group)
         else:
             # Slots without a token, -1, send the last row, which is filled with -1.
-            plan_RPX = _padded(plan_TX, self._num_tokens + 1, fill=-1)[self._token_RP]
+            plan_RPX = _padded(plan_TX, self._num_tokens + 1, fill=-1)[self._slots.token_RP]
             message_RX = torch.cat([plan_RPX.flatten(1), plan.kept_E.view(ranks, local)], 1)
             message_RX = self._swap(message_RX)
         size = num_slots * plan_TX.shape[1]
@@ -295,37 +361,37 @@ class CollectiveWire:
 
     def bring_sums(self, sum_SPD: Tensor) -> Tensor:
         """Send sums home and add those of every token, [T, D]: the transpose of `send`."""
-        sum_RPD = self._add_split(sum_SPD).to(self._dtype)
-        num_tokens = self._num_tokens
-        if self._exchange.num_ranks == 1:
-            sum_TD = sum_RPD[0, :num_tokens]
+        if self._exchange.num_sources == 1:
+            sum_TD = sum_SPD[0, : self._num_tokens].to(self._dtype)
             # Autograd forbids in-place changes of a view that a Function returns.
             return sum_TD if torch.is_grad_enabled() else sum_TD.detach()
-        sum_QD = self._swap(sum_RPD).flatten(0, 1)
+        first_TK = self._slots.first_TK
+        assert first_TK is not None
+        sum_QD = self._swap(self._add_split(sum_SPD).to(self._dtype)).flatten(0, 1)
         if sum_QD.is_cuda:
             from padded_dispatch.kernels import rows
 
-            return rows.sum_rows(sum_QD, self._row_TR)
+            return rows.sum_rows(sum_QD, first_TK)
         wide = torch.promote_types(self._dtype, torch.float32)
-        total_TD = sum_QD.new_zeros(num_tokens, sum_QD.shape[1], dtype=wide)
-        for row_T in self._row_TR.T:
+        total_TD = sum_QD.new_zeros(self._num_tokens, sum_QD.shape[1], dtype=wide)
+        for row_T in first_TK.T:
             total_TD += sum_QD[row_T].to(wide).masked_fill_((row_T < 0)[:, None], 0)
         return total_TD.to(self._dtype)
 
     def bring_beside(self, beside_SPK: Tensor) -> Tensor:
         """Send numbers home; return that of every choice, [T, K], 0 where there is no expert."""
-        beside_RPK, expert_TK = self._add_split(beside_SPK), self._plan.expert_TK
-        if self._exchange.num_ranks == 1:
-            beside_TK = beside_RPK[0, : self._num_tokens]
+        if self._exchange.num_sources == 1:
+            beside_TK = beside_SPK[0, : self._num_tokens]
         else:
-            beside_QK = self._swap(beside_RPK).flatten(0, 1)
-            rank_TK = (expert_TK // self._exchange.num_local_experts).clamp(min=0)
-            row_TK = self._row_TR.gather(1, rank_TK.long())
-            beside_TK = beside_QK[row_TK, torch.arange(row_TK.shape[1], device=row_TK.device)]
-        return beside_TK.masked_fill(expert_TK < 0, 0)
+            beside_QK = self._swap(self._add_split(beside_SPK)).flatten(0, 1)
+            k_K = torch.arange(beside_QK.shape[1], device=beside_QK.device)
+            beside_TK = beside_QK[self._slots.row_TK, k_K]
+        return beside_TK.masked_fill(self._slots.expert_TK < 0, 0)
 
     def _swap(self, blocks: Tensor) -> Tensor:
         """Send block r of dim 0 to rank r and receive block r from rank r; its own transpose."""
+        if self._exchange.num_ranks == 1:
+            return blocks
         received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, blocks.contiguous(), group=self._exchange.group)
         return received

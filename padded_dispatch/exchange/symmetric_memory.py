@@ -4,7 +4,8 @@ It uses the CUDA backend of torch's symmetric memory, and neither NVSHMEM nor mu
 eager pass with a shape allocates, after the ranks have compared that shape: a collective call.
 
 All layers of a group share two allocations, whatever their shapes: one that tokens arrive in, and
-one that rows come home to, (S - 1) * P * D and P * K * D elements per rank. There are two, because
+one that rows come home to, (S - 1) * P * D (twice that if tokens are sent again) and P * K * D
+elements per rank. There are two, because
 a rank may send the tokens of the next layer while another rank still sums the rows of this layer. A
 shape that needs more memory gets larger allocations; earlier ones stay, since captured graphs hold
 their addresses. All live as long as the process group, and as long as an autograd node of a pass.
@@ -20,7 +21,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -42,13 +43,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes that decide the buffers: P, K, L, D, and the dtype of rows."""
+    """The sizes that decide the buffers: P, K, L, D, the dtype of rows; and a second landing."""
 
     num_slots: int
     top_k: int
     num_local_experts: int
     width: int
     dtype: torch.dtype
+    sends_again: bool = False
 
 
 class PeerMemory:
@@ -78,14 +80,14 @@ class PeerMemory:
         timeout_ms = int(1000 * time_limit(group))
         self.barrier = partial(self._handle.barrier, channel=0, timeout_ms=timeout_ms)
 
+    @cached_property
+    def address_R(self) -> Tensor:  # noqa: N802
+        """The address of the first byte on all ranks, int64, as this rank can use it."""
+        return torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=self._bytes.device)
+
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return this rank's memory from byte `offset` on, as a tensor with its own storage."""
         return self._handle.get_buffer(self._handle.rank, shape, dtype, offset // dtype.itemsize)
-
-    def addresses(self, offset: int) -> Tensor:
-        """Return the addresses of byte `offset` on all ranks, int64 [R]; this rank can use them."""
-        pointers = [base + offset for base in self._handle.buffer_ptrs]
-        return torch.tensor(pointers, dtype=torch.int64, device=self._bytes.device)
 
 
 # Bytes in use since `reset_peaks`: memory outlives the layers that it was allocated for.
@@ -101,90 +103,141 @@ def _line_buffer_stdout() -> None:
     libc.setlinebuf(ctypes.c_void_p.in_dll(libc, "stdout"))
 
 
+@dataclass(kw_only=True, eq=False)
+class SharedMemory:
+    """Memory that the layers of a group share.
+
+    Attributes:
+        arriving: allocations in which tokens arrive; the last one is the largest.
+        coming: allocations in which rows come home, likewise.
+        buffers: views of them, by shape; they take no memory of the device.
+        is_open: whether an eager pass has pushed and not returned.
+    """
+
+    arriving: list[PeerMemory] = field(default_factory=list)
+    coming: list[PeerMemory] = field(default_factory=list)
+    buffers: "dict[Shape, Buffers]" = field(default_factory=dict)
+    is_open: bool = False
+
+    def note(self, *, is_open: bool) -> None:
+        """Note that an eager pass has pushed, or returned; a capture does neither."""
+        if not is_capturing():
+            self.is_open = is_open
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffers:
     """Buffers of one shape, which the next pass of any layer overwrites.
 
     Attributes:
+        shared: the memory that they are views of.
+        memories: the allocations, which live as long as these buffers, and `sizes`, the bytes that
+            the shape needs of each.
         rank: this rank's number in the group.
         barrier: see `PeerMemory`.
         rows_SPD: rows that arrive from the other ranks, in order, [S - 1, P, D].
+        again_SPD: tokens that arrive again beside their gradients; None if they are kept.
         expert_SPK, place_SPK, prob_SPK, count_SL: their plan, see `exchange.collectives.Arrived`.
-        rows_R: addresses of `rows_SPD` on every rank.
-        plan_R: addresses of `expert_SPK` on every rank; the rest of the plan lies behind it.
+        arriving_R: addresses of `rows_SPD` on every rank.
+        again_at, plan_at: bytes from there to `again_SPD` and to `expert_SPK`, behind which the
+            rest of the plan lies.
         home_QD: rows that come home, [P * K, D].
         beside_PK: fp32 numbers that come home with these rows.
-        homes_R, besides_R: addresses of `home_QD` and of `beside_PK` on every rank.
+        coming_R: addresses of `home_QD` on every rank.
+        beside_at: bytes from there to `beside_PK`.
     """
 
+    shared: SharedMemory
+    memories: tuple[PeerMemory, ...]
+    sizes: tuple[int, ...]
     rank: int
     barrier: Callable[[], None]
     rows_SPD: Tensor
+    again_SPD: Tensor | None
     expert_SPK: Tensor
     place_SPK: Tensor
     prob_SPK: Tensor
     count_SL: Tensor
-    rows_R: Tensor
-    plan_R: Tensor
+    arriving_R: Tensor
+    again_at: int
+    plan_at: int
     home_QD: Tensor
     beside_PK: Tensor
-    homes_R: Tensor
-    besides_R: Tensor
+    coming_R: Tensor
+    beside_at: int
 
 
-# Memory that the layers of a group share: allocations in which tokens arrive, and allocations in
-# which rows come home. The last one of each list is the largest.
-_Shared = tuple[list[PeerMemory], list[PeerMemory]]
-_shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[dist.ProcessGroup, SharedMemory] = WeakKeyDictionary()
+
+
+def shared_memory(group: dist.ProcessGroup) -> SharedMemory:
+    """Return the memory that the layers of a group share."""
+    return _shared.setdefault(group, SharedMemory())
 
 
 def buffers_for(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> Buffers:
-    """Return buffers of a shape; a collective call of the group, which may allocate.
+    """Return buffers of a shape; the first call with it is one of the group, and may allocate.
 
     Raise on all ranks if they do not fit on one of them, and in a capture.
     """
-    if is_capturing():
-        raise ValueError(
-            "buffers of exchange='direct' must exist before a CUDA graph is captured, got the "
-            f"new {shape}; run one eager step with the same shapes before capturing"
-        )
-    known = _shared.setdefault(group, ([], []))
+    shared = shared_memory(group)
+    if shape not in shared.buffers:
+        if is_capturing():
+            raise ValueError(
+                "buffers of exchange='direct' must exist before a CUDA graph is captured, got the "
+                f"new {shape}; run one eager step with the same shapes before capturing"
+            )
+        shared.buffers[shape] = _make_buffers(group, shared, shape, device)
+    buffers = shared.buffers[shape]
+    for memory, size in zip(buffers.memories, buffers.sizes, strict=True):
+        _used[memory] = max(size, _used.get(memory, 0))
+    return buffers
+
+
+def _make_buffers(
+    group: dist.ProcessGroup, shared: SharedMemory, shape: Shape, device: torch.device
+) -> Buffers:
     num_ranks, num_slots, top_k = group.size(), shape.num_slots, shape.top_k
     itemsize, choices = shape.dtype.itemsize, num_slots * top_k
-    arriving_shape = num_ranks - 1, num_slots, shape.width
-    plan_at = _aligned(math.prod(arriving_shape) * itemsize)
+    landing = num_ranks - 1, num_slots, shape.width
+    landing_bytes = _aligned(math.prod(landing) * itemsize)
+    again_at, plan_at = landing_bytes, landing_bytes * (2 if shape.sends_again else 1)
     beside_at = _aligned(choices * shape.width * itemsize)
     kind = num_ranks * choices * 4  # bytes of each of experts, places and probabilities
     needed = plan_at + 3 * kind + num_ranks * shape.num_local_experts * 4, beside_at + choices * 4
     # Earlier allocations stay, so each is at least half as large again: growing shapes need few.
     new = [
         (memories, _aligned(max(size, memories[-1].num_bytes * 3 // 2 if memories else 0)))
-        for memories, size in zip(known, needed, strict=True)
+        for memories, size in zip((shared.arriving, shared.coming), needed, strict=True)
         if not memories or memories[-1].num_bytes < size
     ]
     if new:
         _require_room(group, shape, sum(size for _, size in new), device)
     for memories, size in new:
         memories.append(PeerMemory(group, size, device))
-    arriving, coming = (memories[-1] for memories in known)
-    for memory, size in zip((arriving, coming), needed, strict=True):
-        _used[memory] = max(size, _used.get(memory, 0))
+    arriving, coming = shared.arriving[-1], shared.coming[-1]
     by_choice = num_ranks, num_slots, top_k
     counts = num_ranks, shape.num_local_experts
+    again_SPD = arriving.tensor(again_at, landing, shape.dtype) if shape.sends_again else None
     return Buffers(
+        shared=shared,
+        memories=(arriving, coming),
+        sizes=needed,
         rank=group.rank(),
         barrier=arriving.barrier,
-        rows_SPD=arriving.tensor(0, arriving_shape, shape.dtype),
+        rows_SPD=arriving.tensor(0, landing, shape.dtype),
+        again_SPD=again_SPD,
         expert_SPK=arriving.tensor(plan_at, by_choice, torch.int32),
         place_SPK=arriving.tensor(plan_at + kind, by_choice, torch.int32),
         prob_SPK=arriving.tensor(plan_at + 2 * kind, by_choice, torch.float32),
         count_SL=arriving.tensor(plan_at + 3 * kind, counts, torch.int32),
-        rows_R=arriving.addresses(0),
-        plan_R=arriving.addresses(plan_at),
+        arriving_R=arriving.address_R,
+        again_at=again_at,
+        plan_at=plan_at,
         home_QD=coming.tensor(0, (choices, shape.width), shape.dtype),
         beside_PK=coming.tensor(beside_at, (num_slots, top_k), torch.float32),
-        homes_R=coming.addresses(0),
-        besides_R=coming.addresses(beside_at),
+        coming_R=coming.address_R,
+        beside_at=beside_at,
     )
 
 
@@ -241,7 +294,7 @@ def check_group(group: dist.ProcessGroup | None, *, over_nvlink: bool) -> dist.P
                 f"other, got {obstacle}; set exchange='alltoall'"
             )
     assert group is not None
-    _shared.setdefault(group, ([], []))  # Known once all have mapped memory: see `_trial`.
+    shared_memory(group)  # Known once all have mapped memory: see `_trial`.
     return group
 
 

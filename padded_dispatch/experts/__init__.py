@@ -21,6 +21,7 @@ from padded_dispatch.counters import Counters
 from padded_dispatch.exchange import Wire
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import TakeRoom
+from padded_dispatch.kernels import Scaled
 
 Function = Literal["silu", "gelu", "quick_gelu", "squared_relu"]
 
@@ -110,6 +111,26 @@ class ExpertWeights:
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights and biases, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def operands(self) -> "Operands":
+        """Return what the products of rows read: the weights in e4m3 if there are any."""
+        of = self.scaled
+        if of is not None:
+            back = {"fc1_back": of.fc1_LDG, "fc2_back": of.fc2_LFD}
+            return Operands(fc1=of.fc1_LGD, fc2=of.fc2_LDF, **back)
+        fc1, fc2 = self.fc1_LGD.detach(), self.fc2_LDF.detach()
+        back = {"fc1_back": fc1.transpose(1, 2), "fc2_back": fc2.transpose(1, 2)}
+        return Operands(fc1=fc1, fc2=fc2, **back)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """Weights as the products of rows read them, [L, O, I]; `..._back` for gradients of rows."""
+
+    fc1: Tensor | Scaled
+    fc2: Tensor | Scaled
+    fc1_back: Tensor | Scaled
+    fc2_back: Tensor | Scaled
 
 
 @dataclass(frozen=True, kw_only=True)

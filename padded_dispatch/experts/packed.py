@@ -1,17 +1,19 @@
 """The pass of a layer on a GPU: one autograd function from tokens to tokens.
 
-    forward    send tokens, lay out, spread, fc1, activation, fc2 with rows sent home, sum
-    backward   for overwritten rows: spread, fc1; then send gradients, spread, gradients of fc2 and
-               activation; gradients of fc1's input, sent home, sum; spread, fc1's weight gradient
+    forward    send tokens; lay out, list; spread, fc1, activation; fc2 with rows sent home, sum
+    backward   send gradients, and tokens again if the pass kept none; refill overwritten rows;
+               spread gradients, gradients of fc2 and activation; spread tokens, fc1's weight
+               gradient; gradients of fc1's input, sent home, sum
 
 To spread is to copy each token, or its gradient, to all its rows. The store keeps fc1's results
 until backward, or until a later pass overwrites them. A pass keeps the tokens that arrived, not
-their rows, if backward will spread them again. The kernel of the activation's gradient recomputes
-fc2's input and overwrites fc1's results, so backward runs once per forward pass. For products in
-e4m3 the kernels that make rows also quantize them; only the next product reads quantized rows.
+their rows; where these would be many, it keeps none (`DispatchConfig.sends_again`). The kernel of
+the activation's gradient recomputes fc2's input and overwrites fc1's results, so backward runs once
+per forward pass. For products in e4m3 the kernels that make rows also quantize them; only the next
+product reads quantized rows.
 
 Pushes and returns must alternate (see `exchange.direct`), so backward always brings the gradients
-of tokens home, even if they are not needed.
+of tokens home, even if they are not needed. What a push brought is read before the return.
 """
 
 import dataclasses
@@ -25,8 +27,8 @@ from torch import Tensor
 from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.collectives import Values
 from padded_dispatch.experts import Activation, Call, ExpertWeights, Sums
-from padded_dispatch.experts.store import RUN_ONCE, Buffers, Room
-from padded_dispatch.kernels import Scaled, Segments, gemm, grouped, layout, rows
+from padded_dispatch.experts.store import BUFFERS, RUN_ONCE, Buffers, Room
+from padded_dispatch.kernels import Scaled, Segments, SlotList, gemm, grouped, layout, rows
 from padded_dispatch.kernels import activation as curves
 from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
 
@@ -45,19 +47,29 @@ def run(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PassState:
-    """State that backward needs and autograd does not save.
+class _Rows:
+    """The place of the rows of a pass: the list of slots, offsets, and memory for backward."""
 
-    `stack_buffers`: the buffers, if they are a stack's; `own`: see `Values`.
+    listed: SlotList
+    segments: Segments
+    buffers: Buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PassState:
+    """State that backward needs beside the tensors that autograd saves, which have `names`.
+
+    Autograd saves all that depends on the routing, so that a recompute which routes a token
+    otherwise replaces all of it. `own`: see `Values`; `stack_buffers`: the buffers, if a stack's.
     """
 
     wire: Wire
     room: Room
-    row_offsets: layout.Offsets
     segments: Segments
-    row_SPK: Tensor
-    stack_buffers: tuple[Tensor, ...]
+    num_slots: int
     own: int | None
+    stack_buffers: Buffers | None
+    names: tuple[str, ...]
 
 
 class _Pass(torch.autograd.Function):
@@ -66,17 +78,19 @@ class _Pass(torch.autograd.Function):
     def forward(
         ctx: Any, tokens_TD, prob_TK, fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, weights, act, call
     ):
-        wire, forms = call.wire, weights.scaled
-        arrived = wire.open(tokens_TD.contiguous(), prob_TK.contiguous())
-        token_values, prob_SPK = arrived.values, arrived.prob_SPK
-        room = call.take_room(arrived.count_SL)
-        sizes = {"first": room.first, "limit": room.limit}
-        counters = {} if call.counters is None else call.counters.of_receiver
-        row_offsets = layout.lay_out(arrived.count_SL, room.top, **sizes, **counters)
+        # 1. Send tokens, and find room for the rows that they have here.
+        wire, tokens_TD = call.wire, tokens_TD.contiguous()
+        arrived = wire.open(tokens_TD, prob_TK.contiguous())
+        values, expert_SPK, count_SL = arrived.values, arrived.expert_SPK, arrived.count_SL
         num_experts, fc1_width, _ = fc1_LGD.shape
-        num_sources, num_slots, top_k = arrived.expert_SPK.shape
+        num_sources, num_slots, top_k = expert_SPK.shape
+        room = call.take_room(count_SL)
+        counters = {} if call.counters is None else call.counters.of_receiver
+        found = layout.lay_out(count_SL, room.top, first=room.first, limit=room.limit, **counters)
+        plans = expert_SPK, arrived.place_SPK, arrived.prob_SPK
+        listed = layout.list_slots(*plans, found.offsets, found.level, num_experts)
         segments = Segments(
-            offsets=row_offsets.offsets,
+            offsets=found.offsets,
             num_experts=num_experts,
             num_sources=num_sources,
             num_rows=min(room.max_rows, num_sources * num_slots * min(top_k, num_experts)),
@@ -84,47 +98,63 @@ class _Pass(torch.autograd.Function):
         )
         segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
         buffers = room.buffers(segments.num_rows, fc1_width, like=tokens_TD)
-        # Autograd saves buffers outside of a stack, so that recompute may drop and refill them.
-        tensors = tuple(vars(buffers).values())
-        own_buffers, stack_buffers = (tensors, ()) if room.stack is None else ((), tensors)
-        ctx.state = state = _PassState(
-            wire=wire,
-            room=room,
-            row_offsets=row_offsets,
-            segments=segments,
-            row_SPK=torch.empty_like(arrived.expert_SPK),
-            stack_buffers=stack_buffers,
-            own=token_values.own,
-        )
-        keeps_tokens = room.overwritten or ctx.needs_input_grad[2]
-        kept_SPD = (
-            torch.empty_like(token_values.rows_SPD) if keeps_tokens and not wire.lasts else None
-        )
-        if room.overwritten and not wire.lasts:
-            prob_SPK = prob_SPK.clone()
-        layout_args = {"expert_SPK": arrived.expert_SPK, "place_SPK": arrived.place_SPK}
-        layout_args |= {"level": row_offsets.level, "kept_SPD": kept_SPD}
-        _multiply_by_fc1(state, token_values, prob_SPK, buffers, weights, **layout_args)
-        scaled_NF = forms and Scaled.empty(segments.num_rows, fc2_LDF.shape[2], like=tokens_TD)
+        rows_here = _Rows(listed=listed, segments=segments, buffers=buffers)
+
+        # 2. Compute fc1 and the activation. Tokens are kept for fc1's weight gradient and for rows
+        # that are overwritten, where they are if they stay there, unless backward sends them again.
+        keeps = (room.overwritten or ctx.needs_input_grad[2]) and not wire.sends_again
+        kept_SPD = copy_SPD = None
+        if keeps and values.lasts:
+            kept_SPD = values.rows_SPD
+        elif keeps:
+            kept_SPD = copy_SPD = torch.empty_like(values.rows_SPD)
+        _multiply_by_fc1(values, rows_here, weights, wire.homes_S, kept_SPD=copy_SPD)
+        scaled_NF = _for_e4m3(weights, segments, fc2_LDF.shape[2])
         hidden_NF = curves.activate(
             buffers.fc1_MG, fc1_bias_LG, buffers.prob_M, segments, scaled=scaled_NF, **vars(act)
         )
+
+        # 3. Send rows home from inside the product, and sum them there.
         product = partial(
             gemm.rows_times_weights,
-            scaled_NF or hidden_NF,
-            fc2_LDF if forms is None else forms.fc2_LDF,
+            hidden_NF if scaled_NF is None else scaled_NF,
+            weights.operands().fc2,
             segments,
             stored=False,
             at_M=None if wire.homes_S is None else buffers.home_M,
             bias_LO=fc2_bias_LD,
             prob_M=buffers.prob_M,
         )
-        sum_TD, _ = wire.home(product, state.row_SPK, row_offsets.offsets)
-        tokens_SPD = token_values.rows_SPD if wire.lasts else kept_SPD
-        tokens = (tokens_SPD, token_values.own_TD) if keeps_tokens else (None, None)
-        probs = prob_SPK if room.overwritten else None
-        ctx.save_for_backward(
-            fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *tokens, probs, *own_buffers
+        sum_TD, _ = wire.home(product, listed, found.offsets)
+
+        saved = {
+            "fc1_LGD": fc1_LGD,
+            "fc2_LDF": fc2_LDF,  # Its version is checked; products read `weights`.
+            "fc1_bias_LG": fc1_bias_LG,
+            "fc2_bias_LD": fc2_bias_LD,
+            "kept_SPD": kept_SPD,
+            "own_TD": tokens_TD if wire.sends_again or (keeps and values.own is not None) else None,
+            "slot_A": listed.slot_A,
+            "length": listed.length,
+            "row_AK": listed.row_AK,
+            "prob_AK": listed.prob_AK if room.overwritten else None,
+            "offsets": found.offsets,
+            "tiles": segments.tiles,
+            "before": found.before,
+            **wire.routed(),
+        }
+        # Autograd saves buffers outside of a stack, so that recompute may drop and refill them.
+        if room.stack is None:
+            saved |= vars(buffers)
+        ctx.save_for_backward(*saved.values())
+        ctx.state = _PassState(
+            wire=wire,
+            room=room,
+            segments=segments,
+            num_slots=num_slots,
+            own=values.own,
+            stack_buffers=None if room.stack is None else buffers,
+            names=tuple(saved),
         )
         ctx.weights, ctx.activation = weights, act
         return sum_TD
@@ -137,102 +167,157 @@ class _Pass(torch.autograd.Function):
             raise ValueError(RUN_ONCE)
         gives_back = ctx.state.room.gives_back()
         state, ctx.state = ctx.state, None
-        fc1_LGD, fc2_LDF, fc1_bias_LG, fc2_bias_LD, *saved = ctx.saved_tensors
-        tokens_SPD, own_TD, prob_SPK, *own_buffers = saved
-        token_values = Values(rows_SPD=tokens_SPD, own_TD=own_TD, own=state.own)
-        fc1_MG, prob_M, home_M = own_buffers or state.stack_buffers
-        wire, segments, row_SPK = state.wire, state.segments, state.row_SPK
-        weights, forms, num_rows = ctx.weights, ctx.weights.scaled, segments.num_rows
+        saved: dict[str, Any] = dict(zip(state.names, ctx.saved_tensors, strict=True))
+        fc1_bias_LG, fc2_bias_LD = saved["fc1_bias_LG"], saved["fc2_bias_LD"]
+        room, wire = state.room, state.wire.rerouted(saved)
+        offsets, num_sources = saved["offsets"], state.segments.num_sources
+        rows_here = _Rows(
+            listed=SlotList(
+                **{name: saved[name] for name in ("slot_A", "length", "row_AK", "prob_AK")},
+                num_sources=num_sources,
+                num_slots=state.num_slots,
+            ),
+            segments=dataclasses.replace(state.segments, offsets=offsets, tiles=saved["tiles"]),
+            buffers=state.stack_buffers or Buffers(**{name: saved[name] for name in BUFFERS}),
+        )
+        weights, operands = ctx.weights, ctx.weights.operands()
         needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
-        if state.room.overwritten:
-            stale_offsets = torch.maximum(segments.offsets, state.room.top[2])
-            if not gives_back:  # Later calls may have rows there: recompute all in other memory.
-                base, room = segments.offsets[:1], dataclasses.replace(state.room, stack=None)
-                stale_offsets, row_SPK = segments.offsets - base, row_SPK - base * (row_SPK >= 0)
-                scratch_buffers = room.buffers(num_rows, fc1_MG.shape[1], like=fc1_MG)
-                fc1_MG, prob_M, home_M = vars(scratch_buffers).values()
-            stale_rows = dataclasses.replace(segments, offsets=stale_offsets)
-            stale_rows = dataclasses.replace(stale_rows, tiles=gemm.row_tiles(stale_rows))
-            stale_state = dataclasses.replace(state, segments=stale_rows, row_SPK=row_SPK)
-            buffers = Buffers(fc1_MG=fc1_MG, prob_M=prob_M, home_M=home_M)
-            _multiply_by_fc1(stale_state, token_values, prob_SPK, buffers, weights)
-            segments = segments if gives_back else stale_rows
-        spread = partial(rows.spread_rows, row_SPK=row_SPK, segments=segments)
-        values = wire.push(grad_TD.contiguous())
-        scaled_ND = forms and Scaled.empty(num_rows, fc1_LGD.shape[2], like=fc1_LGD)
-        grad_ND = spread(**vars(values), homes_S=wire.homes_S, scaled=scaled_ND)
-        fc2_LFD = fc2_LDF.transpose(1, 2) if forms is None else forms.fc2_LFD
-        grad_NF = gemm.rows_times_weights(scaled_ND or grad_ND, fc2_LFD, segments, stored=False)
-        grad_prob_N = prob_M.new_empty(num_rows)
-        scaled_NG = forms and Scaled.empty(num_rows, fc1_LGD.shape[1], like=fc1_LGD)
+
+        # 1. Send gradients, and the tokens again if none were kept. Config and T alone decide that:
+        # a rank that sent no tokens would leave its peers without them.
+        own_TD = saved["own_TD"]
+        values, tokens = wire.push(grad_TD, own_TD if wire.sends_again else None)
+        tokens = tokens or Values(rows_SPD=saved["kept_SPD"], own_TD=own_TD, own=state.own)
+
+        # 2. Refill rows that later layers overwrote.
+        if room.overwritten:
+            rows_here = _refill(rows_here, room, tokens, weights, wire.homes_S, gives_back)
+        listed, segments, buffers = rows_here.listed, rows_here.segments, rows_here.buffers
+
+        # 3. Make the gradient of fc2's input. From it the activation's kernel makes that of fc1's
+        # result, in whose memory it stays, and once more fc2's input.
+        width, fc1_width = grad_TD.shape[1], buffers.fc1_MG.shape[1]
+        scaled_ND = _for_e4m3(weights, segments, width)
+        to_rows = {"listed": listed, "segments": segments}
+        grad_ND = rows.spread_rows(
+            **values.rows(), **to_rows, homes_S=wire.homes_S, scaled=scaled_ND
+        )
+        operand = grad_ND if scaled_ND is None else scaled_ND
+        grad_NF = gemm.rows_times_weights(operand, operands.fc2_back, segments, stored=False)
+        grad_prob_N = buffers.prob_M.new_empty(segments.num_rows)
+        scaled_NG = _for_e4m3(weights, segments, fc1_width)
         hidden_NF = curves.activate(
-            fc1_MG,
+            buffers.fc1_MG,
             fc1_bias_LG,
-            prob_M,
+            buffers.prob_M,
             segments,
             grad_NF,
             grad_prob_N,
             scaled=scaled_NG,
             **vars(ctx.activation),
         )
-        del grad_NF, scaled_ND
-        grad_fc1_MG = fc1_MG  # Overwritten.
-        grad_fc2_bias = grad_fc1_bias = None
+        grad_fc1_MG = buffers.fc1_MG
+        del grad_NF, operand, scaled_ND
+
+        # 4. Compute gradients of weights and biases. Tokens are spread before the return, behind
+        # which peers may overwrite the memory in which they arrived again.
+        grad_fc1 = grad_fc2 = grad_fc1_bias = grad_fc2_bias = None
         if fc2_bias_LD is not None:
             grad_prob_N += grouped.dot_rows(grad_ND, fc2_bias_LD, segments)
         if needs_fc2_bias:
-            grad_fc2_bias = grouped.sum_rows(grad_ND, prob_M, segments, stored=False)
-        grad_fc1 = grad_fc2 = None
+            grad_fc2_bias = grouped.sum_rows(grad_ND, buffers.prob_M, segments, stored=False)
         if needs_fc2:
             grad_fc2 = _weight_gradient(grad_ND, hidden_NF, segments, False, weights.fc2_sums)
         del grad_ND, hidden_NF
-        product = partial(
-            gemm.rows_times_weights,
-            scaled_NG or grad_fc1_MG,
-            fc1_LGD.transpose(1, 2) if forms is None else forms.fc1_LDG,
-            segments,
-            stored=scaled_NG is None,
-            at_M=None if wire.homes_S is None else home_M,
-        )
-        grad_TD, grad_TK = wire.home(product, row_SPK, segments.offsets, grad_prob_N)
         if needs_fc1_bias:
             grad_fc1_bias = grouped.sum_rows(grad_fc1_MG, None, segments, stored=True)
         if needs_fc1:
-            rows_ND = spread(**vars(token_values))
+            rows_ND = rows.spread_rows(**tokens.rows(), **to_rows)
             grad_fc1 = _weight_gradient(grad_fc1_MG, rows_ND, segments, True, weights.fc1_sums)
-        if gives_back:  # That was the last use of the rows.
-            layout.release(state.room.top, state.row_offsets)
-            state.room.close()
+            del rows_ND
+
+        # 5. Send the gradients of tokens home. That is the last use of the rows.
+        product = partial(
+            gemm.rows_times_weights,
+            grad_fc1_MG if scaled_NG is None else scaled_NG,
+            operands.fc1_back,
+            segments,
+            stored=scaled_NG is None,
+            at_M=None if wire.homes_S is None else buffers.home_M,
+        )
+        grad_TD, grad_TK = wire.home(product, listed, segments.offsets, grad_prob_N)
+        if gives_back:
+            layout.release(room.top, offsets, saved["before"])
+            room.close()
         return grad_TD, grad_TK, grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias, None, None, None
 
 
-def _multiply_by_fc1(
-    state: _PassState,
-    token_values: Values,
-    prob_SPK: Tensor,
-    buffers: Buffers,
+def _refill(
+    here: _Rows,
+    room: Room,
+    tokens: Values,
     weights: ExpertWeights,
-    **layout_args: Any,
+    homes_S: Tensor | None,
+    gives_back: bool,
+) -> _Rows:
+    """Compute again what later layers overwrote of fc1's result; return where the rows lie then.
+
+    `gives_back`: no later layer has rows in the stack, so rows go back to where they were. Else
+    later layers still need that memory, and all rows are computed in other memory, from 0 on.
+    """
+    assert room.top is not None
+    segments, listed = here.segments, here.listed
+    stale = torch.maximum(segments.offsets, room.top[2])
+    if not gives_back:
+        base, like = segments.offsets[:1], here.buffers.fc1_MG
+        stale = segments.offsets - base
+        row_AK = listed.row_AK - base * (listed.row_AK >= 0)
+        room = dataclasses.replace(room, stack=None)
+        here = _Rows(
+            listed=dataclasses.replace(listed, row_AK=row_AK),
+            segments=dataclasses.replace(segments, offsets=stale),
+            buffers=room.buffers(segments.num_rows, like.shape[1], like=like),
+        )
+    segments = dataclasses.replace(segments, offsets=stale)
+    refilled = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
+    _multiply_by_fc1(tokens, dataclasses.replace(here, segments=refilled), weights, homes_S)
+    return here
+
+
+def _multiply_by_fc1(
+    tokens: Values,
+    here: _Rows,
+    weights: ExpertWeights,
+    homes_S: Tensor | None,
+    *,
+    kept_SPD: Tensor | None = None,
 ) -> None:
-    """Spread tokens to rows, multiply the rows by fc1's weight, and store results in `buffers`."""
-    forms, fc1_LGD, homes_S = weights.scaled, weights.fc1_LGD, state.wire.homes_S
-    scaled_ND = forms and Scaled.empty(state.segments.num_rows, fc1_LGD.shape[2], like=fc1_LGD)
+    """Spread tokens to rows, multiply the rows by fc1's weight, and store results in the buffers.
+
+    `kept_SPD`: takes a copy of the tokens that have rows.
+    """
+    segments, buffers, operands = here.segments, here.buffers, weights.operands()
+    scaled_ND = _for_e4m3(weights, segments, weights.fc1_LGD.shape[2])
     rows_ND = rows.spread_rows(
-        **vars(token_values),
-        row_SPK=state.row_SPK,
-        segments=state.segments,
+        **tokens.rows(),
+        listed=here.listed,
+        segments=segments,
         homes_S=homes_S,
         scaled=scaled_ND,
         plain=scaled_ND is None,
-        prob_SPK=prob_SPK,
+        kept_SPD=kept_SPD,
         prob_M=buffers.prob_M,
         home_M=None if homes_S is None else buffers.home_M,
-        **layout_args,
     )
-    weight_LGD = fc1_LGD if forms is None else forms.fc1_LGD
-    gemm.rows_times_weights(
-        scaled_ND or rows_ND, weight_LGD, state.segments, stored=False, out=buffers.fc1_MG
-    )
+    operand = rows_ND if scaled_ND is None else scaled_ND
+    gemm.rows_times_weights(operand, operands.fc1, segments, stored=False, out=buffers.fc1_MG)
+
+
+def _for_e4m3(weights: ExpertWeights, segments: Segments, width: int) -> Scaled | None:
+    """Return memory for the rows of a pass in e4m3, if products run in it."""
+    if weights.scaled is None:
+        return None
+    return Scaled.empty(segments.num_rows, width, like=weights.fc1_LGD)
 
 
 def _weight_gradient(

@@ -23,7 +23,7 @@ from padded_dispatch.config import DispatchConfig, require
 from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts.plain import add, rows_of_choices, take
-from padded_dispatch.kernels import Segments
+from padded_dispatch.kernels import Segments, SlotList
 from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
 
 
@@ -50,13 +50,14 @@ class DispatchState:
     Attributes:
         wire: the exchange of the pass.
         cells: offsets of every (expert, source).
-        row_SPK: int32, the row of each choice; negative if it has none on this rank.
+        rows: on a GPU the list of slots and their rows; on a CPU int32 [S, P, K], the row of each
+            choice, negative if it has none on this rank.
         count_SL: as in `ExpertInput`.
     """
 
     wire: CollectiveWire
     cells: Segments
-    row_SPK: Tensor
+    rows: SlotList | Tensor
     count_SL: Tensor
 
 
@@ -89,21 +90,24 @@ def dispatch(
         num_expected=count_SL.numel() * capacity,
     )
     level = cells.offsets[1:2]
+    choices = arrived.expert_SPK, arrived.place_SPK
     if _has_kernels(tokens_TD):
-        rows_ND, probs_N, row_SPK = _ToCells.apply(
-            arrived.values.rows_SPD, arrived.prob_SPK, arrived, cells, level
-        )
+        from padded_dispatch.kernels import layout
+
+        given = *choices, arrived.prob_SPK.detach(), cells.offsets, level
+        where = layout.list_slots(*given, num_experts)
+        values_SPD = arrived.values.rows_SPD
+        rows_ND, probs_N = _ToCells.apply(values_SPD, arrived.prob_SPK, where, cells, count_SL)
     else:
-        choices = arrived.expert_SPK, arrived.place_SPK
-        row_SPK = rows_of_choices(*choices, cells.offsets, level, num_experts)
-        row_C, slot_C = _places(row_SPK, cells.num_rows)
+        where = rows_of_choices(*choices, cells.offsets, level, num_experts)
+        row_C, slot_C = _places(where, cells.num_rows)
         rows, probs = take(arrived.values.rows_SPD, slot_C), arrived.prob_SPK.flatten()
         none_ND = rows.new_zeros(cells.num_rows + 1, rows.shape[1])
         rows_ND = none_ND.index_copy(0, row_C, rows)[:-1]
         probs_N = probs.new_zeros(cells.num_rows + 1).index_copy(0, row_C, probs)[:-1]
     expert_input = ExpertInput(rows_ND=rows_ND, probs_N=probs_N, count_SL=count_SL)
     wire = cast(CollectiveWire, wire)
-    return expert_input, DispatchState(wire=wire, cells=cells, row_SPK=row_SPK, count_SL=count_SL)
+    return expert_input, DispatchState(wire=wire, cells=cells, rows=where, count_SL=count_SL)
 
 
 @nvtx_range("combine")
@@ -115,10 +119,10 @@ def combine(out_ND: Tensor, state: DispatchState) -> Tensor:
     """
     num_rows = state.cells.num_rows
     require(len(out_ND) == num_rows, "out_ND", len(out_ND), f"have the {num_rows} rows of dispatch")
-    if _has_kernels(out_ND):
+    if isinstance(state.rows, SlotList):
         return state.wire.bring(_ToSums.apply(out_ND, state))
-    num_sources, num_slots, _ = state.row_SPK.shape
-    row_C, slot_C = _places(state.row_SPK, len(out_ND))
+    num_sources, num_slots, _ = state.rows.shape
+    row_C, slot_C = _places(state.rows, len(out_ND))
     rows = torch.cat((out_ND, out_ND.new_zeros(1, out_ND.shape[1]))).index_select(0, row_C)
     return state.wire.bring(add(rows, slot_C, num_sources, num_slots))
 
@@ -135,37 +139,26 @@ def _places(row_SPK: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 class _ToCells(torch.autograd.Function):
-    """Rows and probabilities of cells, and the row of each choice, on a GPU."""
+    """Rows and probabilities of cells, on a GPU; `listed` has the probabilities, too."""
 
     @staticmethod
-    def forward(ctx: Any, rows_SPD, prob_SPK, arrived, cells, level):
+    def forward(ctx: Any, rows_SPD, prob_SPK, listed, cells, count_SL):
         from padded_dispatch.kernels import rows
 
+        ctx.listed = listed
         probs_N = prob_SPK.new_empty(cells.num_rows)
-        row_SPK = torch.empty_like(arrived.expert_SPK)
-        rows_ND = rows.spread_rows(
-            rows_SPD.contiguous(),
-            row_SPK,
-            cells,
-            expert_SPK=arrived.expert_SPK,
-            place_SPK=arrived.place_SPK,
-            prob_SPK=prob_SPK,
-            level=level,
-            prob_M=probs_N,
-        )
-        rows.zero_padding(rows_ND, probs_N, arrived.count_SL)
-        ctx.save_for_backward(row_SPK)
-        return rows_ND, probs_N, row_SPK
+        rows_ND = rows.spread_rows(rows_SPD.contiguous(), listed, cells, prob_M=probs_N)
+        rows.zero_padding(rows_ND, probs_N, count_SL)
+        return rows_ND, probs_N
 
     @staticmethod
     @nvtx_range("dispatch backward")
-    def backward(ctx: Any, grad_ND, grad_N, _):  # pyright: ignore
+    def backward(ctx: Any, grad_ND, grad_N):  # pyright: ignore
         from padded_dispatch.kernels import rows
 
         require_first_derivatives()
-        (row_SPK,) = ctx.saved_tensors
-        grad_SPD = rows.sum_rows(grad_ND.contiguous(), row_SPK)
-        grad_SPK = rows.take(grad_N.contiguous(), row_SPK)
+        grad_SPD = rows.sum_slots(grad_ND.contiguous(), ctx.listed)
+        grad_SPK = rows.send_numbers(grad_N.contiguous(), ctx.listed)
         return grad_SPD, grad_SPK, None, None, None
 
 
@@ -177,7 +170,7 @@ class _ToSums(torch.autograd.Function):
         from padded_dispatch.kernels import rows
 
         ctx.state, ctx.dtype = state, out_ND.dtype
-        return rows.sum_rows(out_ND.contiguous(), state.row_SPK, wide=state.wire.splits)
+        return rows.sum_slots(out_ND.contiguous(), state.rows, wide=state.wire.splits)
 
     @staticmethod
     @nvtx_range("combine backward")
@@ -186,6 +179,6 @@ class _ToSums(torch.autograd.Function):
 
         require_first_derivatives()
         state, grad_SPD = ctx.state, grad_SPD.to(ctx.dtype).contiguous()
-        grad_ND = rows.spread_rows(grad_SPD, state.row_SPK, state.cells)
+        grad_ND = rows.spread_rows(grad_SPD, state.rows, state.cells)
         rows.zero_padding(grad_ND, None, state.count_SL)
         return grad_ND, None

@@ -60,6 +60,9 @@ class Buffers:
     home_M: Tensor
 
 
+BUFFERS = tuple(part.name for part in dataclasses.fields(Buffers))
+
+
 @dataclass(kw_only=True, eq=False)
 class _Stack:
     """Rows of one micro-batch.

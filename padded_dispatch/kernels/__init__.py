@@ -51,6 +51,30 @@ class Segments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlotList:
+    """The list: the slots whose token has an expert of this rank, and the rows of their choices.
+
+    It is in the order of (source, slot), and its length is on the device, so what walks it costs as
+    much as there are such tokens, however many slots there are. With one source there is no list:
+    entry a is slot a. Entries from the length on are unspecified and never read.
+
+    Attributes:
+        slot_A: int32, source * P + slot; None with one source.
+        length: int32 [1], the number of entries; None with one source, which has P.
+        row_AK: int32, the row of each choice; -1 if it is none of this rank, -2 if it has no room.
+        prob_AK: at least fp32, its probability; unspecified where there is no row.
+        num_sources, num_slots: S and P.
+    """
+
+    slot_A: Tensor | None
+    length: Tensor | None
+    row_AK: Tensor
+    prob_AK: Tensor
+    num_sources: int
+    num_slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scaled:
     """Rows in e4m3 with a scale each: row n stands for `values[n] * scales[n]`.
 

@@ -1,11 +1,11 @@
 """Store rows and their plan straight into the memory of other GPUs.
 
-Every rank has a buffer of each kind. `..._R`, int64 [R], holds the addresses of one kind on all
+Every rank has the same buffers. `arriving_R`, int64 [R], holds the address of the first one on all
 ranks, as this rank can store to them; S = R. Kernels store to peers and never read from them. They
 do not synchronize: `exchange.direct` has the barriers. Products store rows at home themselves:
 `gemm.rows_times_weights`.
 
-Programs that store to the same rank at a time share a link, so token t begins with rank t % R.
+Programs that store to the same rank at a time share a link, so token t begins with choice t % K.
 Plans leave in pieces of 4 KiB, since a link is slow with the few bytes of a token.
 notebooks/results/LOG.md has times, and other ways to store that were tried.
 """
@@ -22,37 +22,41 @@ _CHUNK = 1024  # choices of a plan that a program sends at a time
 def push(
     values_TD: Tensor,
     expert_TK: Tensor,
-    rows_R: Tensor,
-    plan_R: Tensor,
+    arriving_R: Tensor,
     *,
     rank: int,
     num_slots: int,
     num_local_experts: int,
+    again_TD: Tensor | None = None,
+    again_at: int = 0,
     beside: tuple[Tensor, Tensor, Tensor] | None = None,
+    plan_at: int = 0,
 ) -> None:
     """Send the row of every token to each other rank of its experts; a plan to all ranks.
 
     Args:
         values_TD: contiguous.
-        expert_TK: contiguous int32, the experts of each token, -1 for none.
-        rows_R: addresses of [S - 1, P, D] on every rank, multiples of 16, in the values' dtype,
+        expert_TK: contiguous int32, the experts of each token, ascending, -1 for none.
+        arriving_R: addresses of [S - 1, P, D] on every rank, multiples of 16, in the values' dtype,
             for the tokens of all others in order. Token t is written to slot t of this rank on
             other ranks that have one of its experts.
-        plan_R: addresses of the plans on every rank, int32 [3, S, P, K] and [S, L] behind it. This
-            rank's part is written on all ranks, itself included: local experts, places, the bits of
-            the probabilities, and the counts of the receiver's experts. Experts of other ranks, and
-            no expert, are numbers below 0 or from L on.
         rank: this rank.
         num_slots: P, at least T.
         num_local_experts: L.
+        again_TD: like the values, sent likewise to a second buffer; None sends the values only.
+        again_at: bytes from `arriving_R` to that buffer, a multiple of 16.
         beside: place_TK (contiguous int32), prob_TK (contiguous fp32) and kept_E (contiguous
-            int32); None sends rows only.
+            int32); None sends no plan.
+        plan_at: bytes from `arriving_R` to the plans, int32 [3, S, P, K] and [S, L] behind it. This
+            rank's part is written on all ranks, itself included: local experts, places, the bits of
+            the probabilities, and the counts of the receiver's experts. Experts of other ranks, and
+            no expert, are numbers below 0 or from L on.
 
     Example: on rank 1 of 2 with L = 2 and P = 2, `expert_TK = [[0, 3]]` sends the token to [0, 0]
     on rank 0. The plan has the experts `[[0, 3], [-1, -1]]` there and `[[-2, 1], [-3, -3]]` here.
     """
     num_tokens, top_k = expert_TK.shape
-    width, num_ranks = values_TD.shape[1], rows_R.shape[0]
+    width, num_ranks = values_TD.shape[1], arriving_R.shape[0]
     place_TK, prob_TK, kept_E = (None, None, None) if beside is None else beside
     senders = 0 if beside is None else min(PROGRAMS, triton.cdiv(num_slots * top_k, _CHUNK))
     # Columns of a row that a program stores: 2880 are two blocks of 2048.
@@ -60,12 +64,14 @@ def push(
     parts = triton.cdiv(width, block)
     _push_kernel[(senders + min(num_tokens, PROGRAMS) * parts,)](
         values_TD,
+        again_TD,
         expert_TK,
         place_TK,
         prob_TK,
         kept_E,
-        rows_R,
-        plan_R,
+        arriving_R,
+        again_at,
+        plan_at,
         rank,
         num_ranks,
         num_tokens,
@@ -86,11 +92,13 @@ def push(
 @triton.jit
 def _push_kernel(
     values,
+    again,
     expert_of,
     place_of,
     prob_of,
     kept,
-    rows_at,
+    arriving,
+    again_at,
     plan_at,
     rank,
     num_ranks,
@@ -114,6 +122,7 @@ def _push_kernel(
                 place_of,
                 prob_of,
                 kept,
+                arriving,
                 plan_at,
                 rank,
                 num_ranks,
@@ -131,16 +140,25 @@ def _push_kernel(
         t = (program // parts).to(tl.int64)  # 32 bits end at 2**31 elements.
         while t < num_tokens:
             row = tl.load(values + t * width + column, mask=column < width)
+            if again is not None:
+                token = tl.load(again + t * width + column, mask=column < width)
+            # Experts ascend, so the choices of a rank are neighbours: the first of them sends.
             e = tl.load(expert_of + t * K + k, mask=k < K, other=-1)
+            before = tl.load(expert_of + t * K + k - 1, mask=(k > 0) & (k < K), other=-1)
             owner = tl.where(e >= 0, e // num_local, -1)
-            turn = (t % num_ranks).to(tl.int32)
-            for i in range(num_ranks):
-                peer = (turn + i) % num_ranks
-                goes = tl.max((owner == peer).to(tl.int32), 0) * (peer != rank).to(tl.int32)
-                rows = tl.load(rows_at + peer).to(tl.pointer_type(values.dtype.element_ty))
+            follows = (before >= 0) & (before // num_local == owner)
+            owner = tl.where(follows | (owner == rank), -1, owner)
+            turn = (t % K).to(tl.int32)
+            for i in range(K):
+                peer = tl.max(tl.where(k == (turn + i) % K, owner, -1), 0)
+                there = column < tl.where(peer >= 0, width, 0)
+                buffer = tl.load(arriving + peer, mask=peer >= 0, other=0)
                 place = (rank - (rank > peer).to(tl.int32)) * num_slots + t
-                target = tl.multiple_of(rows, 16) + place * width + column
-                tl.store(target, row, mask=column < goes * width)
+                rows = buffer.to(tl.pointer_type(values.dtype.element_ty))
+                tl.store(tl.multiple_of(rows, 16) + place * width + column, row, mask=there)
+                if again is not None:
+                    tokens = (buffer + again_at).to(tl.pointer_type(values.dtype.element_ty))
+                    tl.store(tl.multiple_of(tokens, 16) + place * width + column, token, mask=there)
             t += (tl.num_programs(0) - senders) // parts
 
 
@@ -150,6 +168,7 @@ def _send_plan(
     place_of,
     prob_of,
     kept,
+    arriving,
     plan_at,
     rank,
     num_ranks,
@@ -170,7 +189,8 @@ def _send_plan(
         prob = tl.load(prob_of + n, mask=n < num_choices, other=0)
         for i in range(num_ranks):
             peer = (program + i) % num_ranks
-            plan = tl.load(plan_at + peer).to(tl.pointer_type(tl.int32)) + rank * length + n
+            plan = (tl.load(arriving + peer) + plan_at).to(tl.pointer_type(tl.int32))
+            plan += rank * length + n
             tl.store(plan, e - peer * num_local, mask=n < length)
             tl.store(plan + kind, place, mask=n < length)
             bits = prob.to(tl.int32, bitcast=True)
@@ -178,43 +198,6 @@ def _send_plan(
     if program == 0:
         local = tl.arange(0, L_BLOCK)
         for peer in range(num_ranks):
-            counts = tl.load(plan_at + peer).to(tl.pointer_type(tl.int32)) + 3 * kind
+            counts = (tl.load(arriving + peer) + plan_at).to(tl.pointer_type(tl.int32)) + 3 * kind
             count = tl.load(kept + peer * num_local + local, mask=local < num_local)
             tl.store(counts + rank * num_local + local, count, mask=local < num_local)
-
-
-def send_beside(beside_N: Tensor, row_SPK: Tensor, besides_S: Tensor, offsets: Tensor) -> None:
-    """Send the number beside the row of every choice to its source; 0 for one without room.
-
-    Args:
-        beside_N: loose, contiguous fp32.
-        row_SPK: contiguous int32: a row; -1 where it is no choice of this rank, and nothing is
-            sent; -2 where it found no room.
-        besides_S: addresses of fp32 [P, K] at every source.
-        offsets: of the pass; its first row is element 0 of `beside_N`.
-
-    Example: `beside = [.1, .2]`, `row = [[[6, -1]], [[-2, 5]]]` and offsets that begin at 5 send .2
-    to the first source, 0 and .1 to the second.
-    """
-    _send_beside_kernel[(triton.cdiv(row_SPK.numel(), _CHUNK),)](
-        beside_N,
-        row_SPK,
-        besides_S,
-        offsets,
-        row_SPK.numel(),
-        row_SPK[0].numel(),
-        BLOCK=_CHUNK,
-        num_warps=4,
-    )
-
-
-@triton.jit
-def _send_beside_kernel(
-    beside, row_of, besides_at, offsets, num_choices, num_of_source, BLOCK: tl.constexpr
-):
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(row_of + n, mask=n < num_choices, other=-1)
-    value = tl.load(beside + (row - tl.load(offsets)), mask=row >= 0, other=0)
-    home = tl.load(besides_at + n // num_of_source, mask=n < num_choices)
-    home = home.to(tl.pointer_type(tl.float32)) + n % num_of_source
-    tl.store(home, value, mask=row != -1)

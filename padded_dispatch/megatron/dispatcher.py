@@ -218,7 +218,8 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         num_slots = self._slots(config, tokens_TD)
         if config.fits and not self.configs.in_training:
             num_slots = self.agreement.largest(num_slots)  # Ranks may have different T here.
-        return self.exchange.start(plan, tokens_TD, num_slots)
+        sends_again = self.packed and config.sends_again
+        return self.exchange.start(plan, tokens_TD, num_slots, sends_again=sends_again)
 
     def _slots(self, config: DispatchConfig, tokens_TD: Tensor) -> int:
         """Return the slots that this rank has at each rank (P).

@@ -98,6 +98,7 @@ class SelectAfterCounting(TopKRouter):
                 ("router needs gradients", self.weight.requires_grad),
                 ("any need gradients", any(tensor.requires_grad for tensor in tensors)),
             ),
+            broke_off=self.dispatcher.exchange.broke_off(),
             any_tokens=config.fits and not self.training,
             # Compare the mode, too: with equal capacities the shapes do not show it, and the
             # ranks' next calls would differ.

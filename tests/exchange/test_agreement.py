@@ -8,6 +8,7 @@ left waiting.
 
 import json
 import os
+import re
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,7 +23,7 @@ from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes
 from padded_dispatch.exchange.mirror import AbsentRanksError
 from tests.support.graph_protocol import pretend_capture
 from tests.support.pool import WorkerError, WorkerPool
-from tests.support.threads import grid
+from tests.support.threads import grid, run_on_threads
 
 CONFIG = DispatchConfig(num_experts=4, top_k=2, num_ranks=2, capacity_factor=1.0)
 
@@ -209,6 +210,7 @@ def test_all_that_decides_a_result_is_compared():
         "rule": "7",
         "gradients are enabled": "True",
         "tokens need gradients": "False",
+        "the pass before broke off": "False",
         "num_experts": "4",
         "top_k": "2",
         "capacity_factor": "1.0",
@@ -226,3 +228,31 @@ def test_no_tokens_raise_after_the_comparison():
     with pytest.raises(ValueError, match=r"^num_tokens must be at least 1, got 0; pad the batch"):
         agree_on_shapes(agreement, CONFIG, torch.zeros(0, 3), (), any_tokens=True)
     assert agreement.check.call_args[1]["T"] == 0
+
+
+def _behind_a_pass_that_broke_off(ranks: tuple[int, ...]) -> list[str]:
+    agreement, tokens_TD = Agreement(dist.group.WORLD), torch.zeros(3, 4)
+    config = DispatchConfig(num_experts=4, top_k=2, num_ranks=2)
+    found = []
+    for broke_off in (dist.get_rank() in ranks, False):
+        try:
+            agree_on_shapes(agreement, config, tokens_TD, (), broke_off=broke_off)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (
+            (0, 1),
+            "^the pass before this one must run to its end on all ranks, got",
+        ),
+        ((1,), "the pass before broke off is False on rank 0, True on rank 1"),
+    ],
+)
+def test_a_pass_that_broke_off_raises_on_all_ranks_and_the_next_one_runs(ranks, words):
+    for first, second in run_on_threads(2, _behind_a_pass_that_broke_off, ranks):
+        assert re.search(words, first) and second == ""

@@ -7,7 +7,7 @@ before it is written.
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.symmetric_memory import Shape, buffers_for
+from padded_dispatch.kernels import rows
 from tests.support.device import INTERPRETED
 from tests.support.direct_parity import Layer, differences, expected, forward, make_inputs
 from tests.support.graph_protocol import pretend_capture
@@ -78,8 +79,8 @@ def _memories() -> list[list[int]]:
         buffers = buffers_for(group, shape, torch.device("cpu"))
         assert buffers.rows_SPD.shape == (1, shape.num_slots, 8)
         assert buffers.home_QD.shape == (shape.num_slots * shape.top_k, 8)
-        arriving, coming = symmetric_memory._shared[group]
-        found.append([memory.num_bytes for memory in (*arriving, *coming)])
+        shared = symmetric_memory.shared_memory(group)
+        found.append([memory.num_bytes for memory in (*shared.arriving, *shared.coming)])
     return found
 
 
@@ -110,3 +111,27 @@ def test_a_new_shape_in_a_capture_is_refused():
     words = r"must exist before .* one eager step with the same shap"
     with pretend_capture(), pytest.raises(ValueError, match=words):
         buffers_for(dist.ProcessGroup(0, 1), _shape(1), torch.device("cpu"))
+
+
+# A pass that breaks off.
+
+
+def _broke_off() -> list[bool]:
+    """Return the answers behind a whole pass, behind one without its return, and once more."""
+    exchange, inputs = SMALL.direct(), make_inputs(SMALL, "uniform", 0, CPU)
+    backward = forward(exchange, SMALL, inputs)
+    found = [exchange.broke_off()]
+    error = patch.object(rows, "spread_rows", Mock(side_effect=MemoryError))
+    with error, pytest.raises(MemoryError):
+        backward()
+    other = SMALL.direct()  # Of another layer: they share the memory.
+    with pretend_capture():
+        found.append(other.broke_off())
+    found += [other.broke_off(), exchange.broke_off()]
+    backward = forward(exchange, SMALL, inputs)
+    backward()
+    return [*found, exchange.broke_off()]
+
+
+def test_a_push_without_its_return_is_told_once():
+    assert run_on_threads(2, _broke_off) == [[False, False, True, False, False]] * 2

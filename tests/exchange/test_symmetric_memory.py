@@ -26,8 +26,9 @@ def rendezvous(monkeypatch) -> Mock:
     from torch._C import _distributed_c10d
     from torch.distributed import _symmetric_memory
 
-    found = Mock()
-    monkeypatch.setattr(_distributed_c10d, "_SymmetricMemory", Mock())
+    found = Mock(**{"return_value.buffer_ptrs": [64, 128]})
+    memory = Mock(**{"empty_strided_p2p.return_value": torch.empty(0)})
+    monkeypatch.setattr(_distributed_c10d, "_SymmetricMemory", memory)
     monkeypatch.setattr(_symmetric_memory, "rendezvous", found)
     monkeypatch.setattr(symmetric_memory, "_line_buffer_stdout", Mock())
     return found
@@ -45,7 +46,6 @@ def test_peaks_count_symmetric_memory_for_all_that_use_it(monkeypatch, rendezvou
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", Mock())
     monkeypatch.setattr(symmetric_memory, "_require_room", Mock())
-    monkeypatch.setattr(PeerMemory, "addresses", Mock())
     group, found = group_of_two(), []
     sizes: Any = {"top_k": 2, "num_local_experts": 1, "width": 2**20, "dtype": torch.bfloat16}
     for num_slots in (64, 64, 128, 64, None):  # The last one has no direct stores.
@@ -61,6 +61,10 @@ def test_peaks_count_symmetric_memory_for_all_that_use_it(monkeypatch, rendezvou
 def test_a_barrier_waits_as_long_as_a_collective_of_the_group(rendezvous):
     PeerMemory(group_of_two(), 1, CPU).barrier()
     rendezvous.return_value.barrier.assert_called_once_with(channel=0, timeout_ms=45_000)
+
+
+def test_addresses_are_those_of_all_ranks(rendezvous):
+    assert PeerMemory(group_of_two(), 1, CPU).address_R.tolist() == [64, 128]
 
 
 def _print_and_abort(path: str) -> None:

@@ -51,7 +51,8 @@ SWIGLU, GPT_OSS = Activation(), Activation(function="quick_gelu", clamp=7.0, off
 class Case:
     """A model with a layer for each routing, whose experts are those of `ranks` ranks, or of `etp`.
 
-    `slots`: P, which may be more than the tokens: other ranks have more.
+    `slots`: P, which may be more than the tokens: other ranks have more. `again`: tokens are sent
+    again also where the config would keep them.
     """
 
     ranks: int = 1
@@ -67,6 +68,7 @@ class Case:
     tokens: int = TOKENS
     slots: int = TOKENS
     local_experts: int = 3
+    again: bool = False
 
     @property
     def config(self) -> DispatchConfig:
@@ -117,7 +119,8 @@ class Model:
             asked_TE, probs_TE = self.maps_YTE[number], self.probs_YTE[number]
             map_TE, _ = self.exchange.strike(asked_TE, probs_TE, case.slots, "probs")
             plan = make_plan(map_TE, top_k=2)
-            wire = self.exchange.start(plan, hidden_TD, case.slots)
+            again = case.again or case.config.sends_again
+            wire = self.exchange.start(plan, hidden_TD, case.slots, sends_again=again)
             prob_TK = choice_probs(probs_TE, plan.expert_TK)
             take_room = room or partial(self.store.take, [number], case.tokens)
             given = self.weights[number], case.activation, Call(wire=wire, take_room=take_room)
@@ -177,6 +180,8 @@ CASES = [
     Case(ranks=2, routings=("one rank", "full", "thin"), exchange="direct", factor=0.5),
     Case(ranks=2, routings=("idle source", "none"), exchange="direct", factor=1.5),
     Case(ranks=4, routings=("full", "hot"), exchange="direct", factor=0.6, tokens=3),
+    Case(ranks=2, routings=("full", "idle rank", "hot"), exchange="direct", factor=0.3, again=True),
+    Case(ranks=2, etp=2, routings=("full", "hot"), factor=0.6, again=True),
 ]
 
 
@@ -212,6 +217,83 @@ def test_bits_do_not_depend_on_the_factor(exchange: str, kind: dict[str, Any]):
         cases = (dataclasses.replace(case, factor=factor) for factor in (0.01, 2.0))
         few, many = (on_ranks(one, passes=2) for one in cases)
     assert not any(map(differences, few, many))
+
+
+@pytest.mark.parametrize("routing", ["hot", "one rank", "idle source"])
+@pytest.mark.parametrize("exchange", ["alltoall", "direct"])
+def test_bits_do_not_depend_on_what_is_sent_again(exchange: str, routing: str):
+    """Stores that overflow and such that do not, a frozen fc1 on all ranks."""
+    how: dict[str, Any] = {"exchange": exchange, "ranks": 2, **SMALL}
+    for factor, frozen in ((0.01, False), (2.0, False), (0.3, True)):
+        case = Case(routings=(routing, "full"), factor=factor, frozen=frozen, **how)
+        with poisoned_memory():
+            cases = (dataclasses.replace(case, again=again) for again in (False, True))
+            kept, again = (on_ranks(one, passes=2) for one in cases)
+        assert not any(map(differences, kept, again))
+
+
+def _kept_tensors(case: Case) -> list[int]:
+    """Return the sizes of what a pass keeps in tensors as wide as tokens, other than weights."""
+    model = Model(case)
+    sizes: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.shape[-1] == WIDTH and tensor.dim() == 3 and len(tensor) == case.ranks - 1:
+            sizes.append(tensor.shape[0] * tensor.shape[1])
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.forward().backward(model.grad_TD)
+    return sizes
+
+
+def test_a_pass_keeps_no_tokens_that_are_sent_again():
+    """K = 2 and the factor 1 send again from 5 ranks on: 4 others are more than 1.5 * 2 shares."""
+    case = Case(exchange="direct", routings=("full", "thin"), **SMALL)
+    for ranks, sends_again in ((4, False), (5, True)):
+        one = dataclasses.replace(case, ranks=ranks)
+        assert one.config.sends_again == sends_again
+        with threads_as_ranks():
+            found = run_on_threads(ranks, _kept_tensors, one)
+        assert found == [[] if sends_again else [(ranks - 1) * 3] * 2] * ranks
+        kept = 0 if sends_again else (ranks - 1) * 3
+        assert one.config.kept_tokens(3, direct=True) == kept
+
+
+def _routes_otherwise_again(case: Case, recompute: bool) -> dict[str, Tensor]:
+    """The first token chooses other experts from the second pass on, which alone is right."""
+    model = Model(case)
+    maps_YTE, passes = model.maps_YTE, []
+
+    def run() -> Tensor:
+        passes.append(1)
+        if len(passes) == 1 and recompute:
+            model.maps_YTE = [map_TE.clone() for map_TE in maps_YTE]
+            for map_TE in model.maps_YTE:
+                map_TE[0] = map_TE[0].roll(1)
+        else:
+            model.maps_YTE = maps_YTE
+        return model.forward(partial(scratch, case.config, case.tokens))
+
+    out_TD = checkpoint(run, use_reentrant=False) if recompute else run()
+    out_TD.backward(model.grad_TD)
+    assert len(passes) == 1 + recompute
+    return model.gradients()
+
+
+@pytest.mark.parametrize("exchange", ["none", "alltoall", "direct"])
+def test_a_recompute_that_routes_a_token_otherwise_has_its_own_gradients(exchange: str):
+    ranks = 1 if exchange == "none" else 2
+    case = Case(ranks=ranks, routings=("thin",), exchange=exchange, again=exchange == "direct")
+    with poisoned_memory(), threads_as_ranks():
+        if ranks == 1:
+            found, expected = ([_routes_otherwise_again(case, again)] for again in (True, False))
+        else:
+            found, expected = (
+                run_on_threads(ranks, _routes_otherwise_again, case, again)
+                for again in (True, False)
+            )
+    assert not any(map(differences, found, expected))
 
 
 def test_direct_stores_equal_collectives_in_bits_where_a_rank_has_one_choice():

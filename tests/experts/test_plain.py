@@ -23,7 +23,7 @@ def test_a_store_by_hand():
     assert found[1].tolist() == in_kernel.level.tolist() == [plain.NO_LEVEL]
     assert top.tolist() == there_top.tolist() == [7, 10, 1]
     plain.release(top, found[0], found[2])
-    layout.release(there_top, in_kernel)
+    layout.release(there_top, in_kernel.offsets, in_kernel.before)
     assert top.tolist() == there_top.tolist() == [4, 4, 1]
 
 
@@ -73,7 +73,7 @@ def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
         equal(*((value, there[name]) for name, value in counted.items()))
     for (offsets, _, before), in_kernel in reversed(passes):
         plain.release(top, offsets, before)
-        layout.release(there_top, in_kernel)
+        layout.release(there_top, in_kernel.offsets, in_kernel.before)
         equal((top, there_top))
     assert top.tolist() == [0, 0, store.low]
 

@@ -4,6 +4,8 @@ A rank's buffers are tensors of their own, and what would be addresses on its pe
 addresses of those. Without a GPU they run in Triton's interpreter. Memory is NaN beforehand.
 """
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,23 +43,43 @@ def test_tokens_and_plans_of_all_ranks_arrive(
     tokens = [torch.randn(num_tokens, width, device=DEVICE).to(dtype) for _ in ranks]
     probs = [torch.rand(num_tokens, top_k, device=DEVICE) for _ in ranks]
     numbers = num_ranks * slots * top_k
-    # Zero, where nothing is written, would be an expert of each rank.
-    plan_buffers = [ints(*[0] * (3 * numbers + num_ranks * local)) for _ in ranks]
-    for beside in (True, False):  # A forward pass, and a backward pass without the plan.
-        rows = [nan(num_ranks - 1, slots, width, dtype=dtype) for _ in ranks]
+    # Zero, where no plan is written, would be an expert of each rank.
+    plan_size = 3 * numbers + num_ranks * local
+    landing = num_ranks - 1, slots, width
+    again_at = -(-math.prod(landing) * dtype.itemsize // 16) * 16
+    memories = [ints(*[0] * (again_at // 2 + plan_size)).view(torch.uint8) for _ in ranks]
+    plan_buffers = [memory[2 * again_at :].view(torch.int32) for memory in memories]
+    # A forward pass, and backward passes without the plan, which may send tokens again.
+    for beside, sends_again in ((True, False), (False, False), (False, True)):
+        rows, again = (
+            [
+                memory[at:][: math.prod(landing) * dtype.itemsize].view(dtype).view(landing)
+                for memory in memories
+            ]
+            for at in (0, again_at)
+        )
+        for buffer in (*rows, *again):
+            buffer.fill_(torch.nan)
         for rank in ranks:
             plan = plans[rank]
             given = plan.place_TK, probs[rank], plan.kept_E
             direct.push(
                 tokens[rank],
                 plan.expert_TK,
-                addresses(*rows),
-                addresses(*plan_buffers),
+                addresses(*memories),
+                again_TD=-tokens[rank] if sends_again else None,
+                again_at=again_at,
+                beside=given if beside else None,
+                plan_at=2 * again_at,
                 rank=rank,
                 num_slots=slots,
                 num_local_experts=local,
-                beside=given if beside else None,
             )
+        if sends_again:
+            for one, other in zip(rows, again, strict=True):
+                equal((-one.nan_to_num(7), other.nan_to_num(-7)))
+        else:
+            assert all(buffer.isnan().all() for buffer in again)
         for rank, rows_SPD in enumerate(rows):
             expected = nan(num_ranks - 1, slots, width, dtype=dtype)
             for place, source in enumerate(source for source in ranks if source != rank):
@@ -85,30 +107,13 @@ def test_tokens_and_plans_of_all_ranks_arrive(
             equal((counts, plan.kept_E[rank * local : (rank + 1) * local]))
 
 
-def test_numbers_beside_rows_go_home_and_zeros_for_rows_without_room():
-    """Both sources get some; what stays unwritten is of other ranks. The example, and more."""
-    homes = [nan(1, 2) for _ in range(2)]
-    beside_N, row_SPK = here(torch.tensor([0.1, 0.2])), ints([[6, -1]], [[-2, 5]])
-    direct.send_beside(beside_N, row_SPK, addresses(*homes), ints(5, 7).flatten())
-    assert homes[0][0, 0] == beside_N[1] and homes[0].isnan().tolist() == [[False, True]]
-    assert homes[1].tolist() == [[0, beside_N[0].item()]]
-    random = torch.Generator().manual_seed(0)
-    num_sources, slots, top_k = 3, 401, 3
-    row_SPK = torch.randint(-2, 50, (num_sources, slots, top_k), generator=random).int()
-    beside_N = torch.rand(50, generator=random)
-    homes = [nan(slots, top_k) for _ in range(num_sources)]
-    direct.send_beside(here(beside_N), here(row_SPK), addresses(*homes), ints(0))
-    for home, row in zip(homes, row_SPK, strict=True):
-        expected = torch.where(row >= 0, beside_N[row.clamp(min=0).long()], 0)
-        assert torch.equal(home.cpu().isnan(), row == -1)
-        assert torch.equal(home.cpu().nan_to_num(0), expected)
-
-
 def test_push_example():
-    rows, plans = [nan(1, 2, 1) for _ in range(2)], [ints(*[7] * 28) for _ in range(2)]
+    memories = [nan(2 + 2 + 28) for _ in range(2)]
+    rows = [memory[:2].view(1, 2, 1) for memory in memories]
+    plans = [memory[4:].view(torch.int32) for memory in memories]
     beside = ints([0, 0]), here(torch.ones(1, 2)), ints(1, 0, 0, 1)
-    inputs = here(torch.ones(1, 1)), ints([0, 3]), addresses(*rows), addresses(*plans)
-    direct.push(*inputs, rank=1, num_slots=2, num_local_experts=2, beside=beside)
+    inputs = here(torch.ones(1, 1)), ints([0, 3]), addresses(*memories)
+    direct.push(*inputs, rank=1, num_slots=2, num_local_experts=2, beside=beside, plan_at=16)
     assert rows[0].isnan().tolist() == [[[False], [True]]] and rows[1].isnan().all()
     experts = [plan[:8].view(2, 2, 2)[1].tolist() for plan in plans]
     assert experts == [[[0, 3], [-1, -1]], [[-2, 1], [-3, -3]]]

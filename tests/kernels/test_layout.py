@@ -17,6 +17,6 @@ def test_rows_that_were_given_back_fail(monkeypatch: pytest.MonkeyPatch):
     top = ints(3, 3, 9)
     found = layout.lay_out(ints([2]), top, first=False, limit=9)
     layout.lay_out(ints([2]), top, first=False, limit=9)  # This pass breaks off.
-    layout.release(top, found)
+    layout.release(top, found.offsets, found.before)
     with pytest.raises(Exception, match="given back"):
-        layout.release(top, found)
+        layout.release(top, found.offsets, found.before)

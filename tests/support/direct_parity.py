@@ -19,25 +19,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.collectives import Arrived
 from padded_dispatch.exchange.direct import DirectStores
-from padded_dispatch.kernels import Segments, gemm, rows
+from padded_dispatch.kernels import Segments, gemm, layout, rows
 from padded_dispatch.routing import Plan, make_plan
 from tests.support.routings import maps_of, thin_out
 
 _T = TypeVar("_T")
 
 BASE = 3
-Results = dict[str, Tensor]  # "out", "grad" of the tokens, and probabilities "beside" it
+# "out", "grad" of the tokens, probabilities "beside" it, and whether tokens came "again" unchanged.
+Results = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """The sizes of a layer: T, D, K, L, the slots P (0 for T), and the dtype of rows.
 
-    Each (expert, source) has room for `level` rows. `microbatches_in_flight` forward passes precede
+    Each (expert, source) has room for `level` rows. `sends_again`: backward sends tokens again.
+    `microbatches_in_flight` forward passes precede
     the first backward pass.
     """
 
@@ -47,6 +48,7 @@ class Layer:
     local_experts: int = 5
     slots: int = 0
     level: int = 2**30
+    sends_again: bool = False
     dtype: torch.dtype = torch.bfloat16
     microbatches_in_flight: int = 1
 
@@ -106,48 +108,50 @@ def forward(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Callable[[]
 
     That sends gradients to experts and home, probabilities beside them, and returns all sums.
     """
-    wire = exchange.start(inputs.plan, inputs.tokens_TD, layer.slots or layer.tokens)
+    slots, sends_again = layer.slots or layer.tokens, layer.sends_again
+    wire = exchange.start(inputs.plan, inputs.tokens_TD, slots, sends_again=sends_again)
     arrived = wire.open(inputs.tokens_TD, inputs.prob_TK)
     num_local, like = layer.local_experts, inputs.tokens_TD
     if not layer.slots:
         ranks = len(arrived.expert_SPK)
-        config = DispatchConfig(num_experts=num_local * ranks, top_k=1, num_ranks=ranks)
-        kept = config.kept_tokens(layer.tokens, direct=True)
-        assert kept == arrived.values.rows_SPD[..., 0].numel()
+        assert (ranks - 1) * layer.tokens == arrived.values.rows_SPD[..., 0].numel()
     segments = _segments(layer, arrived)
     num_rows = BASE + segments.num_rows
     prob_M = like.new_full((num_rows,), torch.nan, dtype=torch.float32)
     home_M = like.new_zeros(num_rows, dtype=torch.int64)
-    row_SPK = torch.empty_like(arrived.expert_SPK)
-    rows_ND = rows.spread_rows(
-        **vars(arrived.values),
-        row_SPK=row_SPK,
-        segments=segments,
-        homes_S=wire.homes_S,
-        expert_SPK=arrived.expert_SPK,
-        place_SPK=arrived.place_SPK,
-        prob_SPK=arrived.prob_SPK,
-        level=like.new_full((1,), layer.level, dtype=torch.int32),
-        prob_M=prob_M,
-        home_M=home_M,
+    listed = layout.list_slots(
+        arrived.expert_SPK,
+        arrived.place_SPK,
+        arrived.prob_SPK,
+        segments.offsets,
+        like.new_full((1,), layer.level, dtype=torch.int32),
+        num_local,
     )
+    where = {"listed": listed, "segments": segments, "homes_S": wire.homes_S}
+    rows_ND = rows.spread_rows(**arrived.values.rows(), **where, prob_M=prob_M, home_M=home_M)
     expert_L = dist.get_rank() * num_local + torch.arange(num_local, device=like.device)
     scale_LD = _scale(expert_L)[:, None].expand(-1, layer.width)
     weight_LDD = torch.diag_embed(scale_LD).to(layer.dtype)
     bias_LO = _bias(expert_L, layer.width).to(layer.dtype)
     given = {"stored": False, "at_M": home_M, "bias_LO": bias_LO, "prob_M": prob_M}
     product = partial(gemm.rows_times_weights, rows_ND, weight_LDD, segments, **given)
-    out_TD, beside_TK = wire.home(product, row_SPK, segments.offsets)
+    out_TD, beside_TK = wire.home(product, listed, segments.offsets)
     assert beside_TK is None
 
     def backward() -> Results:
-        values = wire.push(inputs.grad_TD)
-        where = {"row_SPK": row_SPK, "segments": segments, "homes_S": wire.homes_S}
-        grad_ND = rows.spread_rows(**vars(values), **where)
+        again_TD = inputs.tokens_TD if layer.sends_again else None
+        values, again = wire.push(inputs.grad_TD, again_TD)
+        grad_ND = rows.spread_rows(**values.rows(), **where)
+        found = {}
+        if again is not None:
+            rows_again_ND = rows.spread_rows(**again.rows(), listed=listed, segments=segments)
+            n = BASE + torch.arange(segments.num_rows, device=like.device)[:, None]
+            same = (rows_again_ND == rows_ND) | (n >= segments.offsets[-1])
+            found["again"] = same.all()
         given = grad_ND, weight_LDD.transpose(1, 2), segments
         product = partial(gemm.rows_times_weights, *given, stored=False, at_M=home_M)
-        grad_TD, beside_TK = wire.home(product, row_SPK, segments.offsets, prob_M[BASE:])
-        return {"out": out_TD, "grad": grad_TD, "beside": beside_TK}
+        grad_TD, beside_TK = wire.home(product, listed, segments.offsets, prob_M[BASE:])
+        return found | {"out": out_TD, "grad": grad_TD, "beside": beside_TK}
 
     return backward
 
@@ -178,7 +182,8 @@ def expected(layer: Layer, inputs: Inputs) -> Results:
     beside_TK = torch.where(kept_TK, inputs.prob_TK, 0)
     bias_TD = (_bias(expert_TK, layer.width) * beside_TK[..., None]).sum(1)
     scale_T1 = scale_TK.sum(1, keepdim=True)
-    return {
+    again = {"again": torch.ones((), dtype=torch.bool, device=scale_T1.device)}
+    return (again if layer.sends_again else {}) | {
         "out": (scale_T1 * inputs.tokens_TD + bias_TD).to(layer.dtype),
         "grad": (scale_T1 * inputs.grad_TD).to(layer.dtype),
         "beside": beside_TK,
@@ -192,8 +197,8 @@ def differences(one: Results, other: Results) -> list[str]:
 
 def poison(exchange: DirectStores) -> None:
     """Fill this rank's buffers with NaN, while no rank sends anything."""
-    arriving, coming = symmetric_memory._shared[exchange.group]
-    for memory in (*arriving, *coming):
+    shared = symmetric_memory.shared_memory(exchange.group)
+    for memory in (*shared.arriving, *shared.coming):
         memory.tensor(0, (memory.num_bytes,), torch.uint8).fill_(255)
 
 

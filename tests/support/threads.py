@@ -242,15 +242,12 @@ class ThreadMemory:
         self.num_bytes = num_bytes
         self._group, self._rank = group, group.rank()
         own = torch.full((num_bytes,), 255, dtype=torch.uint8)
-        addresses = symmetric_memory.gather_objects(group, own.data_ptr())
-        self._own, self._addresses = own.numpy(), torch.tensor(addresses)
+        self._own = own.numpy()
+        self.address_R = torch.tensor(symmetric_memory.gather_objects(group, own.data_ptr()))
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = int(np.prod(shape)) * dtype.itemsize
         return torch.from_numpy(self._own[offset : offset + size]).view(dtype).view(shape)
-
-    def addresses(self, offset: int) -> Tensor:
-        return self._addresses + offset
 
     def barrier(self) -> None:
         self.num_barriers[self._rank] = self.num_barriers.get(self._rank, 0) + 1
