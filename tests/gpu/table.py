@@ -444,6 +444,10 @@ def _in_flight() -> Iterator[Row]:
             given = {"ranks": ranks, "ep": ranks, "num_layers": 12, "cpu": False}
             name = f"12 layers, EP{ranks}, factor {factor}, {exchange}"
             yield _trained(ROOM, name, ways, **{**how, "factor": factor}, **given)
+    # With K = 1 shared stores of this factor send tokens again, and own ones keep them.
+    again = {"ranks": 2, "ep": 2, "num_layers": 4, "top_k": 1, "cpu": False, "factor": 0.6}
+    again |= {"gpu": {"top_k": 1}, "fields": {"moe_router_pre_softmax": True}}
+    yield _trained(ROOM, "tokens sent again, direct", ways, **{**how, **again})
 
 
 def _generating() -> Iterator[Row]:
@@ -526,11 +530,13 @@ def _stored_directly() -> Iterator[Row]:
         "one of everything": Layer(tokens=1, width=8, top_k=1, local_experts=1),
         "rows without room": wide,
         "more slots than tokens": dataclasses.replace(small, slots=600),
+        "tokens sent again": dataclasses.replace(wide, sends_again=True),
     }
     for ranks, (name, layer) in itertools.product((2, 4, 8), layers.items()):
         how: dict[str, Any] = {"run": eager_differs, "case": layer, "ranks": ranks, "cpu": False}
         yield Row(check=DIRECT, name=f"eager, R {ranks}: {name}", **how)
     for ranks in (2, 4, 8):
-        pair = [dataclasses.replace(one, microbatches_in_flight=3) for one in (small, wide)]
+        again = layers["tokens sent again"]
+        pair = [dataclasses.replace(one, microbatches_in_flight=3) for one in (small, again)]
         how = {"run": replay_differs, "case": pair[0], "more": (pair[1], 1000), "ranks": ranks}
         yield Row(check=REPLAYS, name=f"R {ranks}", cpu=False, **how)
