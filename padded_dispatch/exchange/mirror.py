@@ -275,19 +275,20 @@ def _connected(groups: Sequence[dist.ProcessGroup], limit_s: float) -> tuple[str
     while unread:
         name, members = unread.popitem()
         connected[name] = members
-        keys = {rank: f"{name}/{len(own)}/{rank}" for rank in members}
-        for key in keys.values():
-            left = max(0.001, deadline - time.monotonic())
-            with suppress(RuntimeError):
-                store.wait([key], timedelta(seconds=left))
-        absent = [rank for rank, key in keys.items() if not store.check([key])]
-        if absent:
-            raise AbsentRanksError(
-                f"all {len(members)} ranks of a group must create their dispatcher within "
-                f"{limit_s:g} s, got none from {_format_ranks(absent)}; {_FIX}"
-            )
-        for rank, key in keys.items():
-            hosts[rank], groups_there = json.loads(store.get(key))
+        keys = [f"{name}/{len(own)}/{rank}" for rank in members]
+        left = max(0.001, deadline - time.monotonic())
+        try:
+            store.wait(keys, timedelta(seconds=left))  # One request, however many ranks.
+        except RuntimeError:
+            pairs = zip(members, keys, strict=True)
+            if absent := [rank for rank, key in pairs if not store.check([key])]:
+                raise AbsentRanksError(
+                    f"all {len(members)} ranks of a group must create their dispatcher within "
+                    f"{limit_s:g} s, got none from {_format_ranks(absent)}; {_FIX}"
+                ) from None
+        read = store.multi_get if store.has_extended_api() else lambda keys: map(store.get, keys)
+        for rank, value in zip(members, read(keys), strict=True):
+            hosts[rank], groups_there = json.loads(value)
             unread |= {n: r for n, r in groups_there.items() if n not in connected}
     name = blake2b(json.dumps(sorted(connected)).encode(), digest_size=8).hexdigest()
     return f"{name}/{len(own)}", hosts

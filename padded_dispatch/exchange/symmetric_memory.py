@@ -325,6 +325,8 @@ class _Seat:
 
 def _obstacle(seats: list[_Seat], *, over_nvlink: bool) -> str:
     """Return why this rank cannot write to the memory of all `seats`; "" if it can."""
+    if (backend := _backend()) != "CUDA":
+        return f"the backend {backend} of torch's symmetric memory, which has no barrier on streams"
     if len({seat.folder for seat in seats}) > 1:
         hosts = ", ".join(sorted({seat.host for seat in seats}))
         return f"an expert-parallel group on {hosts} without a common TMPDIR (or /tmp)"
@@ -340,6 +342,18 @@ def _obstacle(seats: list[_Seat], *, over_nvlink: bool) -> str:
         if uuid in peers and number != here and over_nvlink and not _linked(here, number):
             return f"GPU {here}, which has no NVLink to GPU {number}"
     return ""
+
+
+def _backend() -> str:
+    """Return the backend that torch's symmetric memory uses; a process can have one only.
+
+    Megatron-FSDP may choose NCCL's, and TORCH_SYMMMEM any.
+    """
+    from torch.distributed import _symmetric_memory
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    ask: Callable[..., str | None] = getattr(_symmetric_memory, "get_backend", lambda device: None)
+    return ask(device) or "CUDA"  # Torch 2.8 and earlier have no other.
 
 
 def _linked(number: int, other: int) -> bool:

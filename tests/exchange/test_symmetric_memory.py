@@ -165,6 +165,16 @@ def test_processes_meet_in_one_folder_of_one_host(pool2, monkeypatch, tmp_path):
     assert symmetric_memory._folder() == "no /none/such"
 
 
+@pytest.mark.parametrize("backend", ["NCCL", "NVSHMEM"])
+def test_another_backend_of_symmetric_memory_is_refused(machine, rendezvous, monkeypatch, backend):
+    from torch.distributed import _symmetric_memory
+
+    monkeypatch.setattr(_symmetric_memory, "get_backend", lambda device: backend)
+    words = f"the backend {backend} of torch's symmetric memory, which has no barrier on streams;"
+    assert obstacle(over_nvlink=False).startswith(words)
+    rendezvous.assert_not_called()
+
+
 def test_a_gpu_out_of_reach_is_refused(machine):
     machine.reached = {0}
     assert obstacle(over_nvlink=False).startswith("GPU 0, which cannot access GPU 1;")
