@@ -153,11 +153,8 @@ class DispatchConfig:
 
         Example: T=4096, K=8, E=128, factor 1.25 gives C = 320.
         """
-        return self._slots(num_tokens, self._factor)
-
-    def _slots(self, num_tokens: int, factor: float) -> int:
         require_tokens(num_tokens)
-        wanted = (num_tokens * self.top_k / self.num_experts) * factor
+        wanted = (num_tokens * self.top_k / self.num_experts) * self._factor
         return self.aligned(max(1, math.ceil(min(num_tokens, wanted))))
 
     def aligned(self, num_slots: int) -> int:
@@ -169,10 +166,9 @@ class DispatchConfig:
         """Return the rows of one rank's experts in a pass in perfect balance."""
         return self.etp_size * num_tokens * self.top_k
 
-    def max_rows(self, num_tokens: int, num_slots: int | None = None) -> int:
-        """Return the most rows that a rank can get in a pass; P is `num_slots`, by default T."""
-        arriving = self.num_sources * (num_slots or num_tokens)
-        most = arriving * min(self.top_k, self.num_local_experts)
+    def max_rows(self, num_tokens: int) -> int:
+        """Return the most rows that a rank can get in a pass."""
+        most = self.num_sources * num_tokens * min(self.top_k, self.num_local_experts)
         if self.capacity_pool == "store" or self.fits:
             return most
         return min(most, self.num_sources * self.num_local_experts * self.capacity(num_tokens))
@@ -200,17 +196,11 @@ class DispatchConfig:
         return math.ceil(min(self.share(num_tokens) * factor, most))
 
     def wire_slots(self, num_tokens: int) -> int:
-        """Return the tokens that a source can send to one rank over collectives (P).
-
-        P is the slots of L cells, at most T; with `NO_DROP` and `FIT` it is T. With a store the
-        factor for P is at least 1.25, since a smaller one only saves memory of the store.
-        """
+        """Return the slots of a source at one rank (P): of L cells, at most T; else T."""
         require_tokens(num_tokens)
-        factor = self.capacity_factor
-        if factor == FIT:
+        if self.capacity_pool == "store" or self.fits:
             return num_tokens
-        factor = max(factor, _STORE_FACTOR if self.capacity_pool == "store" else 0)
-        return min(num_tokens, self.num_local_experts * self._slots(num_tokens, factor))
+        return min(num_tokens, self.num_local_experts * self.capacity(num_tokens))
 
     @property
     def sends_again(self) -> bool:

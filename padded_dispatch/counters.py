@@ -70,11 +70,10 @@ class Counters:
         num_passes: passes.
         num_slots: slots of cells offered, E * C per pass.
         num_unplaced: rows of a token beyond K, which have no place in the plan. Must be zero.
-        struck: rows whose token found no slot on the wire: see `exchange.collectives`.
         num_again: rows of a store that were overwritten; backward computes at least as many again.
         max_need: the largest need of one pass since it was last zeroed; the only value that is not
             a sum. With cells: demand for one expert. With a store: the rows that would have held
-            this pass and those before it in the store; a lower bound if rows were struck.
+            this pass and those before it in the store.
         totals: `demand_E`, `kept_E`, then `SCALARS`.
         of_receiver: with a store, the counters that the receiver changes, by their argument names
             in `kernels.layout.lay_out`.
@@ -87,14 +86,13 @@ class Counters:
     num_passes: Tensor
     num_slots: Tensor
     num_unplaced: Tensor
-    struck: Tensor
     num_again: Tensor
 
     def __init__(
         self, config: DispatchConfig, device: torch.device | str | int, *, rank: int = 0
     ) -> None:
         self._has_cells, self._top_k = config.capacity_pool == "expert", config.top_k
-        self._num_local = num_local = config.num_local_experts
+        num_local = config.num_local_experts
         num_totals = 2 * config.num_experts + len(SCALARS)
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)
         self.max_need = torch.zeros((), dtype=torch.int64, device=device)
@@ -123,20 +121,6 @@ class Counters:
             self._top_k,
             asked_TE.shape[1] * selection.capacity if self._has_cells else 0,
         )
-
-    def count_struck(self, num_rows: Tensor, num_asked: Tensor, shares_per_token: int) -> None:
-        """Count struck rows, and raise `max_need` to the rows of a store that would strike none.
-
-        P is L * C, so `num_asked` tokens for one rank need C = ceil(num_asked / L). With the factor
-        of this C a store has C * E / K * `shares_per_token` rows; `shares_per_token` is its rows in
-        perfect balance for T = 1. The other arguments are those of `exchange.collectives.Struck`.
-
-        Example: E = 8, L = 4, K = 2, one layer: 10 tokens for a rank ask for C = 3, 24 rows.
-        """
-        self.struck += num_rows
-        slots = -(-num_asked.long() // self._num_local)
-        need = -(-slots * len(self.demand_E) * shares_per_token // self._top_k)
-        torch.maximum(self.max_need, need, out=self.max_need)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return the memory behind all counts, to be reduced, copied or restored."""
@@ -215,7 +199,7 @@ class Snapshot:
 
     @property
     def needed_factor(self) -> Floats:
-        """Capacity factor with which all rows would have had room; a lower bound if any was struck.
+        """Capacity factor with which all rows would have had room.
 
         C is rounded up, so with cells a factor for almost one slot less would be enough, too.
         If T changes from pass to pass, the factor of cells is for the mean T.
@@ -256,7 +240,7 @@ class Snapshot:
         rank_overload: demand for the experts of the busiest expert-parallel rank over the mean of
             the ranks.
         needed_factor: see the property.
-        struck, unplaced: counts, see `Counters`.
+        unplaced: a count, see `Counters`.
 
         With a store also:
         again: overwritten rows, divided by rows asked for; backward recomputes at least as many.
@@ -272,7 +256,6 @@ class Snapshot:
             "expert_overload": _ratio(demand_YE.max(1), demand_YE.mean(1)),
             "rank_overload": _ratio(demand_YR.max(1), demand_YR.mean(1)),
             "needed_factor": self.needed_factor,
-            "struck": counts["struck"],
             "unplaced": counts["num_unplaced"],
         }
         if self.share_rows_Y is None:

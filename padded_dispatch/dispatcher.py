@@ -1,12 +1,12 @@
 """The dispatcher: the steps from a router's output to the sum of each token's expert outputs.
 
-    run        select -> strike -> plan -> send tokens -> packed experts -> return and sum
-    dispatch   select -> strike -> plan -> send tokens -> padded cells, for any other experts
+    run        select -> plan -> send tokens -> packed experts -> return and sum
+    dispatch   select -> plan -> send tokens -> padded cells, for any other experts
     combine    return and sum
 
 `run` keeps its rows in a store that all layers share; `dispatch` returns cells. `select` drops rows
-beyond the C slots of a cell, if `capacity_pool` is "expert". `strike` drops tokens beyond the P
-slots that collectives have for one rank. The receiver drops rows that have no room in a store.
+beyond the C slots of a cell, if `capacity_pool` is "expert". The receiver drops rows that have no
+room in a store.
 
 `combine` does not apply routing weights; the experts must scale their output by `probs_N`. So
 dispatch and combine are each other's transpose.
@@ -185,11 +185,10 @@ class PaddedDispatcher:
             )
         exchange = self._exchanges[key]
         capacity = config.capacity(num_tokens) if in_cells else num_tokens
-        num_slots, policy = config.wire_slots(num_tokens), config.policy
-        selection = select(map_TE, probs_TE, capacity=capacity, policy=policy)
-        kept_TE, _ = exchange.strike(selection.kept_TE, selection.probs_TE, num_slots, policy)
-        plan = make_plan(kept_TE, top_k=config.top_k)
+        selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
+        plan = make_plan(selection.kept_TE, top_k=config.top_k)
         prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
         sends_again = packed and config.sends_again
+        num_slots = config.wire_slots(num_tokens)
         wire = exchange.start(plan, tokens_TD, num_slots, sends_again=sends_again)
         return selection, prob_TK, wire

@@ -30,14 +30,13 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from padded_dispatch.config import CapacityPool, Policy, require
+from padded_dispatch.config import CapacityPool, require
 
 MAX_EXPERTS = 2**15 - 1  # ids are int16
 HEADER_BYTES = 512  # of a step in a file, at most
 _ARRAYS = "steps", "layers", "ranks", "ids_NTK", "probs_NTK"
 _CODED_FIELDS = {  # Settings that a file stores as the index of their value here.
     "capacity_pool": (None, "expert", "store"),
-    "strikes": (None, "probs", "position"),
 }
 
 
@@ -54,8 +53,6 @@ class TracedRun:
         fc1_width: columns of fc1's result, for an unsplit expert: 2F if it is gated, else F.
         capacity_pool: None if unknown.
         etp_size: ranks that split every expert between them; each of them is a source.
-        strikes: the `moe_token_drop_policy` by which collectives drop tokens beyond P of one rank;
-            None over direct stores, which drop no tokens.
 
     Raises:
         ValueError: for a size out of range.
@@ -69,7 +66,6 @@ class TracedRun:
     fc1_width: int
     capacity_pool: CapacityPool | None = None
     etp_size: int = 1
-    strikes: Policy | None = None
 
     def __post_init__(self) -> None:
         limits = {"num_experts": MAX_EXPERTS, "top_k": self.num_experts}

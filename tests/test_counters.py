@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +58,6 @@ def snapshot() -> Snapshot:
         selection = select(asked_TE, probs_TE, capacity=3)
         counters.observe(asked_TE, probs_TE, selection)
     counters.num_unplaced += 7
-    counters.struck += torch.tensor([3], dtype=torch.int32).sum()
     counters.num_again += 5
     totals_W = counters.totals.numpy()
     totals_YW = np.stack([totals_W, np.zeros_like(totals_W)])
@@ -71,25 +68,6 @@ def snapshot() -> Snapshot:
         max_need_Y=np.array([5, 0]),
         num_ranks=2,
     )
-
-
-def test_rows_without_a_slot_need_a_factor_that_has_them():
-    """With the example's factor a source of 12 tokens has 12 slots, with one below it has 8."""
-    sizes: Any = {"num_experts": 8, "top_k": 2, "num_ranks": 2, "capacity_pool": "store"}
-    counters = Counters(DispatchConfig(**sizes), "cpu")
-    ints = partial(torch.tensor, dtype=torch.int32)
-    counters.max_need.fill_(23)
-    counters.count_struck(ints(5), ints(10), shares_per_token=2)
-    counters.count_struck(ints(2), ints(8), shares_per_token=2)
-    assert (counters.struck.item(), counters.max_need.item()) == (7, 24)
-    sizes["capacity_pool"] = "expert"  # A store has slots of factor 1.25 at least.
-    configs = [DispatchConfig(**sizes, capacity_factor=rows / 24) for rows in (24, 23, 16)]
-    assert [config.wire_slots(12) for config in configs] == [12, 12, 8]
-    counters.count_struck(ints(0), ints(9), shares_per_token=6)  # of three layers
-    assert counters.max_need.item() == 72
-    of_four = Counters(DispatchConfig(num_experts=6, top_k=4, num_ranks=2), "cpu")
-    of_four.count_struck(ints(0), ints(9), shares_per_token=3)
-    assert of_four.max_need.item() == 14  # 3 * 6 / 4 * 3, rounded up once.
 
 
 def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():
@@ -105,7 +83,6 @@ def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():
         "expert_overload": 2.0,
         "rank_overload": 1.8,
         "needed_factor": 5 * 4 / 12,
-        "struck": 3,
         "unplaced": 7,
     }
     layers = seen.figures_of_layers()

@@ -108,7 +108,7 @@ def test_a_layer_without_gradients_takes_no_stack():
 
 def _after_another_policy(case: Case) -> Found:
     config = dataclasses.replace(case.config, policy="probs")
-    model, rank = Model(dataclasses.replace(case, config=config), "store"), OneRank(case)
+    model, rank = Model(dataclasses.replace(case, config=config), "expert"), OneRank(case)
     with torch.no_grad():
         model.forward(rank)
     for dispatcher in model.dispatchers:
@@ -116,8 +116,8 @@ def _after_another_policy(case: Case) -> Found:
     return rank.found(model.forward(rank))
 
 
-def test_a_replaced_policy_decides_which_tokens_are_struck():
-    case = make_case(config_of("store", 8, policy="position"), ["hot"], num_tokens=9)
+def test_a_replaced_policy_decides_which_rows_keep_a_slot():
+    case = make_case(config_of("expert", 8, policy="position"), ["hot"], num_tokens=9)
     assert_found(on_all_ranks(case.config, _after_another_policy, case), expected(case))
 
 

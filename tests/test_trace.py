@@ -94,7 +94,7 @@ def recorded(**kwargs) -> Trace:
 def test_what_was_appended_is_read(tmp_path):
     """By any reader at once, and by NumPy alone."""
     path = tmp_path / "trace.npy"
-    whole = of_run(recorded(), etp_size=2, capacity_pool="store", strikes="position")
+    whole = of_run(recorded(), etp_size=2, capacity_pool="store")
     with path.open("wb") as file:
         for step in (3, 8):
             append(whole.where(whole.steps == step), file)
@@ -104,7 +104,7 @@ def test_what_was_appended_is_read(tmp_path):
         records = np.load(file, allow_pickle=False)
         assert (records["layer"].tolist(), np.load(file)["step"].tolist()) == ([0, 1], [8, 8])
     # Files of earlier runs have these numbers, too.
-    assert records[["capacity_pool", "strikes"]].tolist() == [(2, 2)] * 2
+    assert records["capacity_pool"].tolist() == [2] * 2
     np.testing.assert_array_equal(records["ids"], whole.ids_NTK[:2])
 
 
@@ -241,7 +241,7 @@ def test_other_arrays_and_other_content(tmp_path):
         refuse(tmp_path, content, "be a trace, got")
     array = good()
     array["num_experts"][1] = 7
-    first, other = (rf"\[{experts}, 2, 64, 96, 0, 1, 0\]" for experts in (6, 7))
+    first, other = (rf"\[{experts}, 2, 64, 96, 0, 1\]" for experts in (6, 7))
     refuse(tmp_path, file_of(array), rf"be alike in all records, got \[{first}, {other}\]")
     for number in (3, -1):
         array = good()

@@ -6,8 +6,8 @@ follows from P and its source's plan, without counts of other ranks:
     P >= T    slot t, by an all-gather: all tokens go to all ranks, needed there or not
     P < T     the next slot of that rank, in token order, by an equal-split all-to-all
 
-If P < T, `strike` cuts the map before the plan is made, so that no rank gets more than P tokens of
-a source. P is the same on all ranks; T may differ if P is at least the largest T.
+P < T only with cells, where selection leaves at most L * C = P tokens of a source for any rank: a
+store takes all. P is the same on all ranks; T may differ if P is at least the largest T.
 
 A receiver sums the rows of each (source, slot) in at least fp32 and rounds once. An all-to-all
 brings the sums home; the source adds those of each token in rank order, in at least fp32. If ranks
@@ -30,9 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import Policy
 from padded_dispatch.kernels import SlotList
-from padded_dispatch.routing import Plan, kept_map
+from padded_dispatch.routing import Plan
 from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
 
 # torch 2.13 deprecates the longer names; 2.8 has no others.
@@ -84,14 +83,6 @@ class Arrived:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Struck:
-    """Rows struck in a pass, and the most tokens that asked for one rank; int32 scalars."""
-
-    num_rows: Tensor
-    num_asked: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Slots:
     """Slots of a source's tokens.
 
@@ -130,39 +121,6 @@ class Collectives:
         etp_size = etp_group.size() if etp_group is not None else 1
         self.num_sources = self.num_ranks * etp_size
         self.kind = "none" if self.num_sources == 1 else "alltoall"
-
-    def strike(
-        self, map_TE: Tensor, probs_TE: Tensor, num_slots: int, policy: Policy
-    ) -> tuple[Tensor, Struck | None]:
-        """Cut a map so that no rank gets more than P tokens of this source; before the plan.
-
-        Args:
-            map_TE: bool [T, E].
-            probs_TE: floating point, read where the map is True; ties go to the first tokens.
-            num_slots: P.
-            policy: which tokens keep their slot if more than P ask for one rank: "probs" (those
-                with the largest sum of probabilities there) or "position" (the first).
-
-        Returns:
-            The cut map, and what was cut; None for the latter if P >= T or R = 1.
-
-        Example: R = 2, L = 2, P = 1: of `[[1, 1, 0, 0], [1, 0, 1, 0]]` with the probabilities
-        `[[.2, .2, 0, 0], [.3, 0, .4, 0]]`, policy "probs" leaves `[[1, 1, 0, 0], [0, 0, 1, 0]]`.
-        """
-        num_tokens = map_TE.shape[0]
-        if num_slots >= num_tokens or self.num_ranks == 1:
-            return map_TE, None
-        by_rank = map_TE.unflatten(1, (self.num_ranks, self.num_local_experts))
-        asks_TR = score_TR = by_rank.any(2)
-        if policy == "probs":
-            wide = torch.promote_types(probs_TE.dtype, torch.float32)
-            probs_TRL = probs_TE.detach().to(wide).unflatten(1, by_rank.shape[1:])
-            score_TR = torch.where(by_rank, probs_TRL, 0).sum(2)
-        # A rank's slots for tokens are chosen as an expert's for rows.
-        stays_TR, asked_R = kept_map(asks_TR, score_TR, num_slots, policy)
-        kept = by_rank & stays_TR[..., None]
-        num_rows = map_TE.sum(dtype=torch.int32) - kept.sum(dtype=torch.int32)
-        return kept.flatten(1), Struck(num_rows=num_rows, num_asked=asked_R.max())
 
     def broke_off(self) -> bool:
         """Return False: what a pass leaves behind disturbs no later one."""

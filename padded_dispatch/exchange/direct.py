@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import Policy
 from padded_dispatch.exchange.collectives import Arrived, Values
 from padded_dispatch.exchange.symmetric_memory import (
     Buffers,
@@ -65,12 +64,6 @@ class DirectStores:
     ) -> None:
         self.num_local_experts = num_local_experts
         self.group = check_group(group, over_nvlink=over_nvlink)
-
-    def strike(
-        self, map_TE: Tensor, probs_TE: Tensor, num_slots: int, policy: Policy
-    ) -> tuple[Tensor, None]:
-        """Return the map as it is: every token has a slot."""
-        return map_TE, None
 
     def broke_off(self) -> bool:
         """Return whether an eager pass of the group pushed and did not return; once for each.

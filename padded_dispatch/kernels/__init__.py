@@ -19,7 +19,6 @@ SCALARS = (
     "num_passes",
     "num_slots",
     "num_unplaced",
-    "struck",
     "num_again",
 )
 

@@ -181,14 +181,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             The tokens, and the probability of each choice, [T, K], at least fp32.
         """
         config, shape = self.configs.current, tokens.shape[:-1]
-        num_slots = self._slots(config, tokens.flatten(0, -2))
+        self._slots(config, tokens.flatten(0, -2))  # Checks a config's first pass.
         if self.shared_overlap is not None:
             self.shared_overlap.start(tokens)
-        routing_map, struck = self.exchange.strike(routing_map, probs, num_slots, config.policy)
-        counters = None if struck is None else self._counters_now()
-        if counters is not None and config.capacity_pool == "store":  # No row of cells is struck.
-            shares = self.shares_per_token if self.configs.in_training else config.share(1)
-            counters.count_struck(**vars(struck), shares_per_token=shares)
         plan = make_plan(routing_map, top_k=config.top_k)
         self.expert_SBK = plan.expert_TK.view(*shape, -1)
         self.place_SBK = plan.place_TK.view(*shape, -1)
@@ -336,16 +331,13 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             rows, itemsize = self.store.num_rows(num_tokens), tokens_TD.element_size()
             width = self.experts.linear_fc1.weight.shape[1]
             store_gib = rows * row_bytes(width, itemsize) / 2**30
-            slots, direct = config.wire_slots(num_tokens), self.exchange.kind == "direct"
-            kept = config.kept_tokens(num_tokens, direct=direct)
+            kept = config.kept_tokens(num_tokens, direct=self.exchange.kind == "direct")
             tokens_gib = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30
             drops, in_cells = [], config.capacity_pool == "expert"
             if in_cells and (capacity := config.capacity(num_tokens)) < num_tokens:
                 drops.append(f"rows of a rank for an expert past {capacity}")
-            if rows < config.max_rows(num_tokens, None if direct else slots):
+            if rows < config.max_rows(num_tokens):
                 drops.append(f"rows of a layer past {rows}")
-            if slots < num_tokens and not (direct or in_cells):
-                drops.append(f"tokens from one rank to another past {slots}")
             log_once(
                 f"padded dispatch: {num_calls} layers at {num_tokens} tokens per rank share a "
                 f"store of {rows} rows, {store_gib:.2f} GiB for each micro-batch in flight, and "

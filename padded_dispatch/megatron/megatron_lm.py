@@ -354,7 +354,7 @@ def record_routing(
     fix = "set cuda_graph_warmup_steps to 1 or more"
     require(not captured, "trace", str(folder), rule, fix)
     dispatcher = next(iter(layers.values())).token_dispatcher
-    config, collectives = dispatcher.configs.current, dispatcher.exchange.kind == "alltoall"
+    config = dispatcher.configs.current
     num_sources = dispatcher.ep_size * dispatcher.tp_size
     run = TracedRun(
         num_tokens=num_tokens,
@@ -365,7 +365,6 @@ def record_routing(
         fc1_width=model.moe_ffn_hidden_size * (2 if model.gated_linear_unit else 1),
         capacity_pool=config.capacity_pool,
         etp_size=config.etp_size,
-        strikes=config.policy if collectives else None,
     )
     buffers = {}
     for number, layer in layers.items():

@@ -77,19 +77,14 @@ def overflow_words(snapshots: Snapshots, settings: "LayerSettings") -> str:
     when = f"in steps {first} to {snapshots.step}" if several else f"at step {snapshots.step}"
     needed = np.nan_to_num(training.needed_factor).max()
     factor = in_hundredths(needed)
-    of_all, more = f"{training.figures()['dropped']:.2%} of all rows", ""
-    if struck := int(training.counts["struck"].sum()):
-        share = struck / training.counts["demand_E"].sum()
-        of_all += f", {share:.2%} for want of a slot between ranks"
-        more = " or more"
-    if settings.options.layer_factors:
-        more += " without layer_factors"
+    more = " without layer_factors" if settings.options.layer_factors else ""
     in_cells = training.share_rows_Y is None
     pool = "capacity_pool='store' or " if in_cells and settings.packed else "or "
     return (
         f"{shares_Y[worst]:.2%} of the rows of layer {training.layers_Y[worst]} found no room "
-        f"{when} ({of_all}); moe_expert_capacity_factor={factor:g}{more} would have held all "
-        f"layers: set it, {pool}on_overflow='retry'"
+        f"{when} ({training.figures()['dropped']:.2%} of all rows); "
+        f"moe_expert_capacity_factor={factor:g}{more} would have held all layers: set it, "
+        f"{pool}on_overflow='retry'"
     )
 
 

@@ -47,37 +47,6 @@ def demand_of(trace: Trace) -> Demand:
     )
 
 
-def strike(trace: Trace, num_slots: int, num_ranks: int) -> NDArray[np.int32]:
-    """Count the rows that collectives send, in the form of `Demand.counts`.
-
-    Of the tokens of a source that have experts on one rank, `num_slots` keep their rows there.
-    `TracedRun.strikes` selects those with the largest sum of probabilities there, or the first
-    ones; see `exchange.collectives.Collectives.strike`.
-    """
-    ids_NTK = np.empty_like(trace.ids_NTK)
-    per_rank = trace.run.num_experts // num_ranks
-    for n, ids_TK in enumerate(trace.ids_NTK):
-        token_T1 = np.arange(len(ids_TK))[:, None]
-        rank_TK = ids_TK // per_rank  # -1, no expert, is the last column.
-        weight_TR = np.full((len(ids_TK), num_ranks + 1), -np.inf, np.float32)
-        weight_TR[token_T1, rank_TK] = 0
-        if trace.run.strikes == "probs":
-            np.add.at(weight_TR, (token_T1, rank_TK), trace.probs_NTK[n])
-        order_TR = np.argsort(-weight_TR, axis=0, kind="stable")
-        kept_TR = np.zeros(weight_TR.shape, bool)
-        np.put_along_axis(kept_TR, order_TR[:num_slots], values=True, axis=0)
-        ids_NTK[n] = np.where(kept_TR[token_T1, rank_TK], ids_TK, -1)
-    return _counted(trace, ids_NTK)
-
-
-def most_tokens(trace: Trace, num_ranks: int) -> NDArray[np.int64]:
-    """Return the most tokens of a source that have an expert on one rank, [passes, layers]."""
-    per_rank = trace.run.num_experts // num_ranks
-    rank_NTK = trace.ids_NTK // per_rank
-    tokens_RN = [(rank_NTK == rank).any(2).sum(1) for rank in range(num_ranks)]
-    return _placed(trace, np.max(tokens_RN, axis=0)).max(2)
-
-
 def missing_ranks(trace: Trace) -> str:
     """Return a warning if ranks of a group did not trace all layers of a step, else nothing."""
     num_ranks = trace.run.num_ranks

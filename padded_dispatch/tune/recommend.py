@@ -1,9 +1,9 @@
 """Recommend a capacity factor: the smallest that leaves at most a share of a trace's rows no room.
 
 With cells, a row without room is dropped. In a full store it overwrites another row, which backward
-computes again, so it costs only time. Rows that collectives strike are dropped, and so are the rows
-of one layer beyond the whole store. "Rows" are those of one layer for a layer's factor, and of all
-layers for the factor of all. Layers that share a store have no factors of their own.
+computes again, so it costs only time. Rows of one layer beyond the whole store are dropped. "Rows"
+are those of one layer for a layer's factor, and of all layers for the factor of all. Layers that
+share a store have no factors of their own.
 
 The answer holds for steps like those in the trace. Each half of the steps is also studied alone,
 and a warning names both factors if they, and their rooms, differ by more than a tenth.
@@ -83,9 +83,7 @@ class Recommendation:
         )
         if lost := self.replay.lost[self.index]:
             share = percent(lost / self.replay.asked.sum())
-            sentence += (
-                f" {share} are dropped, for want of slots between ranks or of room for a layer."
-            )
+            sentence += f" {share} are dropped, for want of room for a layer."
         return sentence
 
     def warnings(self) -> list[str]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from padded_dispatch.config import CapacityPool, DispatchConfig, in_hundredths, require, row_bytes
 from padded_dispatch.trace import TracedRun
-from padded_dispatch.tune.demand import Demand, most_tokens, strike
+from padded_dispatch.tune.demand import Demand
 
 POOLS: tuple[CapacityPool, ...] = ("expert", "store")
 _ELEMENT_BYTES = 2  # bf16
@@ -34,7 +34,7 @@ class Replay:
     `configs`: one for each factor, ascending. `room`: slots of a cell, or rows of a store, at each
     factor. `asked`: [layers, steps], rows asked for, summed over sources and micro-batches.
     `dropped`: [factors, layers, steps], rows without room. `lost`: [factors], those of a store that
-    backward does not compute again: rows that collectives strike, and of one layer beyond M.
+    backward does not compute again: those of one layer beyond M.
     `store_layers`: see `replay`. `needed`: [steps], a factor at which all rows have room.
     `needed_alone`: [layers], such a factor for all steps if a layer had room of its own.
     """
@@ -95,7 +95,7 @@ class Replay:
         """Bytes that packed experts keep for backward, by factor."""
         run, num_layers = self.demand.run, self.store_layers
         sizes = {"hidden_size": run.hidden_size, "fc1_width": run.fc1_width}
-        direct = run.strikes is None and run.etp_size == 1
+        direct = run.etp_size == 1  # As `auto` chooses on GPUs of a host.
         return [
             kept_bytes(config, run.num_tokens, **sizes, num_layers=num_layers, direct=direct)
             for config in self.configs
@@ -110,9 +110,6 @@ def replay(
     store_layers: int | None = None,
 ) -> Replay:
     """Replay a demand at every capacity factor of `factors`.
-
-    If the traced run exchanged over collectives, a store loses the tokens that they strike: those
-    of a source for one rank beyond `DispatchConfig.wire_slots`.
 
     Args:
         demand: the rows asked for.
@@ -136,7 +133,6 @@ def replay(
     configs = tuple(_config(run, factor, pool) for factor in factors)
     asked = demand.counts.sum((2, 3), dtype=np.int64)
     room, kept, lost = [], [], []
-    sent_of: dict[int, NDArray[np.integer]] = {}  # By P, which many factors share.
     for config in configs:
         if pool == "expert":
             slots = config.capacity(run.num_tokens)
@@ -144,14 +140,10 @@ def replay(
             kept.append(np.minimum(demand.counts, slots).sum((2, 3), dtype=np.int64))
             lost.append(0)
         else:
-            num_slots = config.wire_slots(run.num_tokens)
-            if num_slots not in sent_of:
-                sent_of[num_slots] = _sent(demand, num_slots, config.num_ranks)
-            sent = sent_of[num_slots]
-            in_store, beyond = _kept_in_stores(sent, config, run.num_tokens, stacks)
+            in_store, beyond = _kept_in_stores(demand.counts, config, run.num_tokens, stacks)
             room.append(config.store_rows(run.num_tokens, store_layers))
             kept.append(in_store)
-            lost.append(int(asked.sum() - sent.sum()) + beyond)
+            lost.append(beyond)
     steps, step_of_pass = np.unique(demand.steps, return_inverse=True)
 
     def by_step(rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -202,13 +194,6 @@ def _by_rank(counts: NDArray[np.integer], config: DispatchConfig) -> NDArray[np.
     return counts.reshape(shape).sum((2, 4), dtype=np.int64)
 
 
-def _sent(demand: Demand, num_slots: int, num_ranks: int) -> NDArray[np.integer]:
-    """Return the rows that are not struck on their way to a store, as `Demand.counts`."""
-    if demand.trace is None or not demand.run.strikes or num_slots == demand.run.num_tokens:
-        return demand.counts
-    return strike(demand.trace, num_slots, num_ranks)
-
-
 def _kept_in_stores(
     counts: NDArray[np.integer], config: DispatchConfig, num_tokens: int, stacks: Sequence[slice]
 ) -> tuple[NDArray[np.int64], int]:
@@ -237,15 +222,7 @@ def _needed(
     share = config.share(demand.run.num_tokens)
     rows = _by_rank(demand.counts, config)
     of_stacks = [rows[:, stack].mean(1) for stack in stacks]
-    needed, needed_alone = np.max(of_stacks, axis=(0, 2)) / share, rows.max((0, 2)) / share
-    if demand.trace is not None and demand.run.strikes:
-        most = most_tokens(demand.trace, config.num_ranks)
-        factors = most / (config.num_local_experts * demand.mean_rows)
-        # A smaller factor has as many slots between ranks.
-        crossing = np.where(most > config.wire_slots(demand.run.num_tokens), factors, 0)
-        needed = np.maximum(needed, crossing.max(1))
-        needed_alone = np.maximum(needed_alone, crossing.max(0))
-    return needed, needed_alone
+    return np.max(of_stacks, axis=(0, 2)) / share, rows.max((0, 2)) / share
 
 
 def kept_bytes(

@@ -162,8 +162,8 @@ def whole(study: Study) -> str:
         )
     else:
         fate = (
-            "In a store each overwrites another, which backward computes again; what collectives "
-            "strike, or one layer has beyond the store, is dropped."
+            "In a store each overwrites another, which backward computes again; what one layer has "
+            "beyond the store is dropped."
         )
     note = (
         f"No room: of all rows. {fate} GiB: kept by packed experts for backward on a rank, of the "

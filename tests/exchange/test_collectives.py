@@ -1,4 +1,4 @@
-"""The exchange over collectives: sums, what is struck, and that all ranks start the same.
+"""The exchange over collectives: sums, and that all ranks start the same.
 
 `tests/experts/test_packed.py` has whole passes with kernels, `tests/test_dispatcher.py` without.
 """
@@ -7,7 +7,6 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from torch import Tensor
 from padded_dispatch import DispatchConfig
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.routing import make_plan
-from tests.support import reference
 from tests.support.threads import ThreadGroup, _Turns, grid, run_on_threads
 from tests.support.whole_layers import check, make_case
 
@@ -29,7 +27,6 @@ def test_one_rank_moves_nothing():
     for group in (None, of_one):
         exchange = Collectives(2, group, group)
         assert (exchange.kind, exchange.num_sources) == ("none", 1)
-        assert exchange.strike(map_TE, prob_TK, 1, "probs") == (map_TE, None)
         wire = exchange.start(plan, tokens_TD, 1)
         arrived = wire.open(tokens_TD, prob_TK)
         assert arrived.values.rows_SPD.data_ptr() == tokens_TD.data_ptr()
@@ -70,34 +67,9 @@ def test_bf16_adds_up_in_fp32():
             assert summed.dtype == torch.bfloat16
 
 
-def _struck(map_TE: Tensor, probs_TE: Tensor, num_slots: int, policy: str) -> Any:
-    exchange = Collectives(map_TE.shape[1] // 2, dist.group.WORLD)
-    return exchange.strike(map_TE, probs_TE, num_slots, policy)
-
-
-@pytest.mark.parametrize("policy", ["probs", "position"])
-def test_tokens_past_the_slots_of_a_rank_are_struck(policy):
-    random = np.random.default_rng(0)
-    for num_slots in (1, 2, 5, 6):
-        map_TE = torch.from_numpy(random.random((6, 6)) < 0.4)
-        probs_TE = torch.from_numpy(random.choice([0.5, 0.25, 0.0, -0.0], (6, 6)))  # with ties
-        for kept_TE, struck in run_on_threads(2, _struck, map_TE, probs_TE, num_slots, policy):
-            given = dict(num_slots=num_slots, num_ranks=2, policy=policy)
-            kept = reference.strike(map_TE.numpy(), probs_TE.numpy(), **given)
-            expected_TE = torch.from_numpy(kept)
-            assert torch.equal(kept_TE, expected_TE)
-            if num_slots == 6:
-                assert struck is None
-            else:
-                assert struck.num_rows.dtype == struck.num_asked.dtype == torch.int32
-                assert struck.num_rows == (map_TE & ~expected_TE).sum()
-                of_ranks = [int(part.any(1).sum()) for part in map_TE.split(3, 1)]
-                assert struck.num_asked == max(of_ranks)
-
-
-@pytest.mark.parametrize("factor", [4.0, 0.3])
-def test_all_ranks_start_the_same_collectives_whatever_the_routing(monkeypatch, factor):
-    """Forward and backward, with a struck token and without, in groups of other ranks, too."""
+@pytest.mark.parametrize("pool", ["store", "expert"])
+def test_all_ranks_start_the_same_collectives_whatever_the_routing(monkeypatch, pool):
+    """Forward and backward, with slots for all tokens and for fewer, in groups of other ranks."""
     of_rank, meet = defaultdict(list), _Turns.meet
 
     def noted(turns: _Turns, group: ThreadGroup, started: str, *given: Any) -> None:
@@ -105,7 +77,8 @@ def test_all_ranks_start_the_same_collectives_whatever_the_routing(monkeypatch, 
         meet(turns, group, started, *given)
 
     monkeypatch.setattr(_Turns, "meet", noted)
-    sizes: Any = dict(num_experts=8, top_k=3, num_ranks=4, etp_size=2, capacity_factor=factor)
-    config = DispatchConfig(**sizes, capacity_pool="store", policy="position")
-    check(make_case(config, ["thin", "idle rank", "idle source", "masked", "none"]), "store")
+    sizes: Any = dict(num_experts=8, top_k=3, num_ranks=4, etp_size=2, capacity_factor=0.3)
+    config = DispatchConfig(**sizes, capacity_pool=pool, policy="position")
+    assert config.wire_slots(7) == (7 if pool == "store" else 2)
+    check(make_case(config, ["thin", "idle rank", "idle source", "masked", "none"]), pool)
     assert all(started == of_rank[0] for started in of_rank.values()) and len(of_rank) == 8

@@ -25,7 +25,7 @@ from padded_dispatch.experts import Activation, Call, ExpertWeights, Sums, packe
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import Buffers, Room, Store, TakeRoom, fitting, scratch
 from padded_dispatch.kernels import gemm
-from padded_dispatch.routing import choice_probs, make_plan
+from padded_dispatch.routing import choice_probs, make_plan, select
 from tests.support.device import INTERPRETED, small_tiles
 from tests.support.direct_parity import differences
 from tests.support.threads import grid, poisoned_memory, run_on_threads, threads_as_ranks
@@ -51,8 +51,8 @@ SWIGLU, GPT_OSS = Activation(), Activation(function="quick_gelu", clamp=7.0, off
 class Case:
     """A model with a layer for each routing, whose experts are those of `ranks` ranks, or of `etp`.
 
-    `slots`: P, which may be more than the tokens: other ranks have more. `again`: tokens are sent
-    again also where the config would keep them.
+    `slots`: P, which may be more than the tokens: other ranks have more. `capacity`: with cells, C,
+    and P is L * C. `again`: tokens are sent again also where the config would keep them.
     """
 
     ranks: int = 1
@@ -67,6 +67,7 @@ class Case:
     frozen: bool = False
     tokens: int = TOKENS
     slots: int = TOKENS
+    capacity: int = 0
     local_experts: int = 3
     again: bool = False
 
@@ -117,7 +118,8 @@ class Model:
         case, hidden_TD = self.case, self.tokens_TD
         for number in range(len(self.weights)) if numbers is None else numbers:
             asked_TE, probs_TE = self.maps_YTE[number], self.probs_YTE[number]
-            map_TE, _ = self.exchange.strike(asked_TE, probs_TE, case.slots, "probs")
+            capacity = case.capacity or case.tokens
+            map_TE = select(asked_TE, probs_TE, capacity=capacity).kept_TE
             plan = make_plan(map_TE, top_k=2)
             again = case.again or case.config.sends_again
             wire = self.exchange.start(plan, hidden_TD, case.slots, sends_again=again)
@@ -169,9 +171,9 @@ CASES = [
     Case(ranks=2, routings=("full", "thin")),
     Case(ranks=2, routings=("full", "idle rank"), factor=0.6),
     Case(ranks=4, routings=("one rank", "hot"), factor=0.5, tokens=3),
-    Case(ranks=4, routings=("full", "hot", "full"), slots=2),
+    Case(ranks=4, routings=("full", "hot", "full"), capacity=1, slots=3),
     Case(etp=2, routings=("thin", "full"), biased=True),
-    Case(ranks=2, etp=2, routings=("full", "hot"), factor=0.6, slots=2),
+    Case(ranks=2, etp=2, routings=("full", "hot"), factor=0.6, capacity=1, slots=3),
     # Rows of a layer past five shares find no room.
     Case(ranks=6, routings=("one rank", "hot"), factor=0.3, tokens=3, local_experts=2),
     Case(ranks=6, routings=("one rank",), exchange="direct", tokens=3, local_experts=2),
@@ -347,10 +349,10 @@ def test_transients_hold_what_can_arrive(monkeypatch):
     found = []
     row_tiles = gemm.row_tiles
     monkeypatch.setattr(gemm, "row_tiles", lambda one: found.append(one.num_rows) or row_tiles(one))
-    on_ranks(Case(ranks=4, routings=("full",), slots=1))
-    assert found == [4 * 1 * 2] * 4  # 4 sources, a slot, K = 2; the store has 40.
+    on_ranks(Case(ranks=4, routings=("full",), capacity=1, slots=3))
+    assert found == [4 * 3 * 2] * 4  # 4 sources, 3 slots, K = 2; the store has 40.
     found.clear()
-    on_ranks(Case(ranks=4, routings=("full",), slots=1, local_experts=1))
+    on_ranks(Case(ranks=4, routings=("full",), capacity=1, slots=1, local_experts=1))
     assert found == [4 * 1 * 1] * 4
 
 

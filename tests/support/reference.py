@@ -7,8 +7,6 @@ The rules. A row is a pair (token, expert) of a source; place p means that it is
 source for that expert, by token. Which rows count:
 
 - cells: each (source, expert) keeps its first C rows in the policy's order;
-- the wire, between ranks: if more than P tokens of a source ask for one, the first P in the
-  policy's order stay; a token is as probable as the sum of its rows there;
 - the store: a rank's layers take rows one after the other, and where none are left, the last ones
   of those before. If the rows of one layer exceed the store's, each (expert, source) keeps those
   with places below w, the largest w with which they fit.
@@ -40,24 +38,6 @@ def select(map_TE: NDArray, probs_TE: NDArray, *, capacity: int, policy: str) ->
         ]
         for _, t in sorted(rows)[:capacity]:
             kept_TE[t, e] = True
-    return kept_TE
-
-
-def strike(
-    map_TE: NDArray, probs_TE: NDArray, *, num_slots: int, num_ranks: int, policy: str
-) -> NDArray:
-    """Keep the rows of at most P tokens of this source at each of several ranks."""
-    kept_TE, width = map_TE.copy(), map_TE.shape[1] // num_ranks
-    if num_ranks == 1:
-        return kept_TE
-    for rank in range(num_ranks):
-        here = slice(rank * width, (rank + 1) * width)
-        tokens = [
-            (-sum(probs_TE[t, here][map_TE[t, here]]) if policy == "probs" else 0, t)
-            for t in np.flatnonzero(map_TE[:, here].any(1))
-        ]
-        for _, t in sorted(tokens)[num_slots:]:
-            kept_TE[t, here] = False
     return kept_TE
 
 

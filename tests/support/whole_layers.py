@@ -124,22 +124,17 @@ class Sizes:
             return slots
 
         self.capacity = capacity(factor)
-        if self.drops and config.capacity_pool == "store":
-            factor = max(factor, 1.25)
-        self.slots = min(num_tokens, local * capacity(factor))
 
 
-def rows_on_the_wire(case: Case, layer: Layer) -> NDArray:
-    """Return the rows of every source that reach the ranks of their experts."""
+def rows_sent(case: Case, layer: Layer) -> NDArray:
+    """Return the rows of every source that it sends to the ranks of their experts."""
     config, sizes = case.config, Sizes(case.config, case.tokens_STD.shape[1])
     cells = config.capacity_pool == "expert" and sizes.drops
     rows = []
     for map_TE, probs_TE in zip(layer.map_STE, layer.probs_STE, strict=True):
         capacity = sizes.capacity if cells else len(map_TE)
         given = dict(capacity=capacity, policy=config.policy)
-        kept_TE = reference.select(map_TE, probs_TE, **given)
-        wire = dict(num_slots=sizes.slots, num_ranks=config.num_ranks, policy=config.policy)
-        rows.append(reference.strike(kept_TE, probs_TE, **wire))
+        rows.append(reference.select(map_TE, probs_TE, **given))
     return np.stack(rows)
 
 
@@ -160,7 +155,7 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
     for layer in case.layers:
         if not keeps:
             stores = new_stores()
-        map_STE = rows_on_the_wire(case, layer)
+        map_STE = rows_sent(case, layer)
         levels = [stores[r].keep(reference.counts(map_STE, r, ranks)) for r in range(ranks)]
         rows_Y.append(reference.found_room(map_STE, levels))
         of_layer = layer.probs_STE, rows_Y[-1], layer.weights, case.activation
@@ -267,7 +262,7 @@ def _with_nan(values: Tensor, is_real_N: Tensor) -> Tensor:
 def _check_input(case: Case, layer: int, source: int, given: ExpertInput) -> None:
     """Compare what padded experts read, bit by bit; the oracle has the tokens of layer 0."""
     config, rank = case.config, source % case.config.num_ranks
-    rows_STE = rows_on_the_wire(case, case.layers[layer])
+    rows_STE = rows_sent(case, case.layers[layer])
     count_SL = reference.counts(rows_STE, rank, config.num_ranks)
     assert given.count_SL.dtype == torch.int32 and given.count_SL.tolist() == count_SL.tolist()
     capacity = len(given.rows_ND) // given.count_SL.numel()

@@ -48,8 +48,8 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     assert alone.chosen.sentence() in words
 
 
-def test_the_exchange_of_the_traced_run_and_the_first_step(tune, tmp_path):
-    trace = of_run(TRACE, etp_size=2, strikes="probs")
+def test_split_experts_and_the_first_step(tune, tmp_path):
+    trace = of_run(TRACE, etp_size=2)
     save(trace, tmp_path / "trace.npy")
     printed, page = tune("trace.npy --from-step 15 --store-layers 1")
     last = trace.where(trace.steps >= 15)

@@ -115,8 +115,8 @@ def test_missing_ranks_are_a_warning():
     assert warning.startswith("2 of 30 steps lack some of their 4 ranks or 2 layers, so ")
 
 
-def studied(kind, *, ranks=2, etp=1, strikes=None, **given):
-    sizes = {"num_experts": 16 + 2 - ranks, "etp_size": etp, "strikes": strikes}
+def studied(kind, *, ranks=2, etp=1, **given):
+    sizes = {"num_experts": 16 + 2 - ranks, "etp_size": etp}
     return study(demand_of(of_run(synthetic_trace(kind), **sizes)), name="x", **given)
 
 
@@ -139,12 +139,11 @@ def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
     assert studied("uniform", ranks=1, etp=2).chosen.num_steps == 40
 
 
-@pytest.mark.parametrize("strikes", [None, "probs"])
+@pytest.mark.parametrize(("ranks", "etp"), [(2, 1), (2, 2)])
 @pytest.mark.parametrize("pool", POOLS)
-def test_effects_and_costs_of_each_factor(pool, strikes):
-    replay = studied("lognormal", strikes=strikes, pools=(pool,)).chosen.replay
-    direct = strikes is None  # Else the run has used collectives.
-    sizes = dict(hidden_size=64, fc1_width=96, num_layers=2, direct=direct)
+def test_effects_and_costs_of_each_factor(pool, ranks, etp):
+    replay = studied("lognormal", ranks=ranks, etp=etp, pools=(pool,)).chosen.replay
+    sizes = dict(hidden_size=64, fc1_width=96, num_layers=2, direct=etp == 1)
     for i, config in enumerate(replay.configs):
         shares = replay.dropped[i].sum(1) / replay.asked.sum(1)
         assert replay.layer_shares[i].tolist() == shares.tolist()

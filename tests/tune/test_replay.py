@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from padded_dispatch.tune.demand import Demand, demand_of, most_tokens, strike
+from padded_dispatch.tune.demand import Demand, demand_of
 from padded_dispatch.tune.recommend import percent, recommend
 from padded_dispatch.tune.replay import POOLS, Replay, grid, replay
-from tests.support import reference
 from tests.support.reference import Store
-from tests.support.traces import of_run, small_trace, traced_run
+from tests.support.traces import small_trace, traced_run
 
 Counts = list[list[list[int]]]  # of a pass: [layer][source][expert]
 
@@ -181,65 +180,14 @@ def test_a_trace_is_counted_by_pass_layer_and_source():
     assert by_step.asked.T.tolist() == [rows[:3].sum(0).tolist(), rows[3].tolist()]
 
 
-@pytest.mark.parametrize("policy", ["probs", "position"])
-def test_what_collectives_strike(policy):
-    """Four ranks of two experts: up to factor 1.25, P = 4 of 9 tokens cross to each."""
-    trace = small_trace(
-        steps=[0] * 4,
-        layers=[1] * 4,
-        ranks=[0, 1, 2, 3],
-        num_tokens=9,
-        num_experts=8,
-        top_k=1,
-        num_ranks=4,
-        seed=2,
-    )
-    trace.ids_NTK[0] = 1
-    trace = of_run(trace, strikes=policy)
-    sent = strike(trace, 3, 4)
-    for n, ids_TK in enumerate(trace.ids_NTK):
-        map_TE = (ids_TK[:, :, None] == np.arange(8)).any(1)
-        probs_TE = ((ids_TK[:, :, None] == np.arange(8)) * trace.probs_NTK[n][:, :, None]).sum(1)
-        kept_TE = reference.strike(map_TE, probs_TE, num_slots=3, num_ranks=4, policy=policy)
-        assert sent[0, 0, n].tolist() == kept_TE.sum(0).tolist()
-    traced = demand_of(trace)
-    found = replay(traced, [0.4], pool="store")
-    assert found.configs[0].wire_slots(9) == 4
-    cut = strike(trace, 4, 4)
-    assert 0 < cut.sum() < found.asked.sum()
-    expected = kept_in_stores(cut[0].tolist(), 0.4, num_tokens=9, top_k=1, num_ranks=4)
-    assert kept(found, 0) == [expected]
-    assert found.lost.tolist() == [found.asked.sum() - cut.sum()]
-    share = percent(found.lost[0] / found.asked.sum())
-    words = f"{share} are dropped, for want of slots between ranks or of room for a layer."
+def test_rows_of_one_layer_beyond_the_whole_store_are_lost():
+    """Eight ranks with a store of five shares; all 72 rows of a layer go to the experts of one."""
+    counts = np.zeros((1, 1, 8, 8), np.int32)
+    counts[0, 0, :, 3] = 9
+    found = replay(demand(counts, num_tokens=9, top_k=1), [1.0, 8.0], pool="store")
+    assert (found.room.tolist(), found.lost.tolist()) == ([45, 72], [27, 0])
+    words = f"{percent(27 / 72)} are dropped, for want of room for a layer."
     assert words in recommend(found, 0.99).sentence()
-    assert replay(traced, pool="store").dropped[-1].sum() == 0
-    sizes = dict(num_tokens=64, num_experts=4, top_k=2, num_ranks=2)
-    equal = of_run(small_trace(steps=[0], layers=[1], ranks=[0], **sizes), strikes=policy)
-    equal.ids_NTK[0, ::2], equal.ids_NTK[0, 1::2], equal.probs_NTK[:] = (2, 3), (0, 1), 0.25
-    equal.ids_NTK[0, 1:6:2], equal.probs_NTK[0, 1:6:2] = (0, -1), (0.5, 0)
-    assert most_tokens(equal, 2).tolist() == [[32]]
-    assert strike(equal, 3, 2)[0, 0, 0].tolist() == [3, 0, 3, 3]  # The first ones.
-
-
-def test_a_step_and_a_layer_need_slots_for_their_own_tokens():
-    """Four ranks of two experts, P = 4 of 9 tokens up to factor 1.25.
-
-    In step 0 at most three tokens of a source go to a rank, in step 1 all of source 0 in layer 2.
-    """
-    places = [(step, layer, rank) for step in (0, 1) for layer in (1, 2) for rank in range(4)]
-    steps, layers, ranks = ([*numbers] for numbers in zip(*places, strict=True))
-    sizes = dict(num_tokens=9, num_experts=8, top_k=1, num_ranks=4)
-    trace = small_trace(steps=steps, layers=layers, ranks=ranks, **sizes)
-    trace.ids_NTK[:] = np.arange(9)[:, None] % 8
-    trace.ids_NTK[places.index((1, 2, 0))] = 1
-    demands = [demand_of(of_run(trace, strikes=strikes)) for strikes in (None, "probs")]
-    direct, struck = (replay(asked, [1.25, 4.0], pool="store") for asked in demands)
-    assert direct.needed.tolist() == [12 / 9, 30 / 18]
-    assert struck.needed.tolist() == [12 / 9, 4.0]
-    assert direct.needed_alone.tolist() == [12 / 9, 2.0]
-    assert struck.needed_alone.tolist() == [12 / 9, 4.0]
-    assert struck.lost.tolist() == [5, 0]
 
 
 def test_grid():
