@@ -51,7 +51,7 @@ class Wire:
     homes_S: Tensor | None
 
     def open(self, tokens_TD: Tensor, prob_TK: Tensor) -> Arrived:
-        return replace(self.arrived, values=self._values(tokens_TD))
+        return replace(self.arrived, values=self._values(tokens_TD), sent_TD=tokens_TD)
 
     def push(self, values_TD: Tensor, again_TD: Tensor | None = None) -> Any:
         return self._values(values_TD), None if again_TD is None else self._values(again_TD)
@@ -101,6 +101,7 @@ def make_wire(config: DispatchConfig, num_tokens: int, width: int, *, direct: bo
         place_SPK=torch.stack([plan.place_TK for plan in plans]),
         prob_SPK=torch.rand(expert_SPK.shape, generator=generator, device="cuda"),
         count_SL=torch.stack([plan.kept_E[:local] for plan in plans]),
+        sent_TD=tokens_SPD[0],
     )
     return Wire(
         arrived=arrived,

@@ -89,7 +89,7 @@ class PaddedDispatcher:
             require(value == size, field, value, f"be {size}, the size of its process group")
         self.store = Store() if store is None else store
         self._call_number = self.store.add(partial(getattr, self, "config"))
-        self._exchanges: dict[tuple[bool, str], Exchange] = {}
+        self._exchanges: dict[tuple[bool, str, str], Exchange] = {}
 
     def run(
         self,
@@ -178,7 +178,7 @@ class PaddedDispatcher:
         for name, shape in shapes.items():
             require(shape == wanted[name], name, shape, f"have shape {wanted[name]}")
         require(map_TE.dtype == torch.bool, "map_TE", map_TE.dtype, "be torch.bool", "use .bool()")
-        key = packed, device.type
+        key = packed, pool, device.type
         if key not in self._exchanges:
             self._exchanges[key], _ = choose(
                 config, *self._choose_args, packed=packed, device=device

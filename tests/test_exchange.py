@@ -1,5 +1,6 @@
 """Which exchange a layer takes, and what forbids direct stores."""
 
+import dataclasses
 import re
 from typing import Any
 from unittest.mock import Mock, patch
@@ -11,10 +12,15 @@ from padded_dispatch import exchange as module
 from padded_dispatch.config import DispatchConfig
 from padded_dispatch.exchange import choose
 from padded_dispatch.exchange.collectives import Collectives
+from padded_dispatch.exchange.hosts import Hosts, arranged
+from padded_dispatch.exchange.rails import Rails
 
 CUDA = torch.device("cuda")
 GROUP: Any = Mock(**{"size.return_value": 2, "rank.return_value": 0})
-CONFIG = DispatchConfig(num_experts=4, top_k=2, num_ranks=2, capacity_factor=1.0)
+CONFIG = DispatchConfig(
+    num_experts=4, top_k=2, num_ranks=2, capacity_factor=1.0, capacity_pool="store"
+)
+CELLS = dataclasses.replace(CONFIG, capacity_pool="expert")
 
 
 class Stores:
@@ -22,22 +28,35 @@ class Stores:
 
     num_sources = 2
 
-    def __init__(self, num_local_experts: int, group: Any, *, over_nvlink: bool) -> None:
+    kind, num_local_experts = "direct", 2
+
+    def __init__(
+        self, num_local_experts: int, group: Any, *, over_nvlink: bool, hosts: Hosts | None = None
+    ) -> None:
         assert (num_local_experts, group) == (2, GROUP)
-        self.group = group
+        self.group, self.hosts = group, hosts
         if over_nvlink:
             raise ValueError("GPU 0, which has no NVLink to GPU 1")
 
 
-def linked_stores(num_local_experts: int, group: Any, *, over_nvlink: bool) -> Stores:
-    return Stores(num_local_experts, group, over_nvlink=False)
+def linked_stores(*args: Any, over_nvlink: bool, **given: Any) -> Stores:
+    return Stores(*args, over_nvlink=False, **given)
 
 
 def chosen(kind: Any, stores: Any = linked_stores, **changes: Any) -> tuple[Any, str]:
+    """Choose with these stores, for ranks on `machines`; "aa" is one host."""
     given = {"packed": True, "device": CUDA, "etp": None, "group": GROUP, "config": CONFIG}
     given |= changes
     config, group, etp_group = (given.pop(name) for name in ("config", "group", "etp"))
-    with patch.object(module, "DirectStores", stores):
+    hosts = arranged(given.pop("machines", "aa"), 0)
+    rails = Mock(
+        side_effect=lambda inside, *args: Mock(spec=Rails, kind=inside.kind, inside=inside)
+    )
+    with (
+        patch.object(module, "DirectStores", stores),
+        patch.multiple(module, hosts_of=lambda group: hosts, Rails=rails),
+        patch.object(module, "groups_of", lambda *given: (GROUP, GROUP)),
+    ):
         return choose(config, group, etp_group, kind, **given)
 
 
@@ -74,3 +93,34 @@ def test_one_rank_moves_nothing():
         exchange, reason = chosen(kind, group=None, config=DispatchConfig(num_experts=2, top_k=1))
         assert exchange.kind == "none"
     assert reason == 'exchange="alltoall" was asked for'
+
+
+def test_rails_cross_between_hosts_of_several_ranks():
+    """Around direct stores, or around collectives inside of each host."""
+    exchange, reason = chosen("auto", machines="aabb")
+    assert isinstance(exchange, Rails) and isinstance(exchange.inside, Stores)
+    assert exchange.inside.hosts is not None and exchange.kind == "direct"
+    shares = "the 2 ranks share a host and reach each other's GPUs"
+    assert reason == f"2 hosts of 2 ranks, {shares}"
+    exchange, reason = chosen("auto", Stores, machines="aabb")
+    assert isinstance(exchange, Rails) and isinstance(exchange.inside, Collectives)
+    assert reason == "2 hosts of 2 ranks, GPU 0, which has no NVLink to GPU 1"
+    for kind, device in (("alltoall", CUDA), ("auto", torch.device("cpu"))):
+        exchange, _ = chosen(kind, machines="aabbcc", device=device)
+        assert isinstance(exchange, Rails) and exchange.kind == "alltoall"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"machines": "aaab"}, "direct stores need several ranks on each host, got 4 hosts of 1"),
+        ({"machines": "aabb", "config": CELLS}, "direct stores on 2 hosts of 2 ranks need capaci"),
+    ],
+)
+def test_what_crosses_without_a_rail(changes, reason):
+    exchange, why = chosen("auto", **changes)
+    assert isinstance(exchange, Collectives) and why.startswith(reason)
+    with pytest.raises(ValueError, match=f"^exchange must be auto or .*, got 'direct'; {reason}"):
+        chosen("direct", **changes)
+    exchange, _ = chosen("alltoall", machines="aabb", etp=GROUP)
+    assert isinstance(exchange, Collectives)

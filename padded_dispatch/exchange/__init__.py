@@ -4,12 +4,14 @@ A token is sent once to each rank that holds one of its experts. It arrives at [
 the source computes without counts of other ranks. The source's plan (`routing.Plan`) is sent with
 the tokens. The receiver makes rows of the tokens (`experts`). It returns one row for each choice
 (`direct`: stores between the GPUs of one host) or one sum for each of the tokens (`collectives`:
-any backend). `agreement` first compares shapes and rules over the ranks.
+any backend). Between several hosts a rail is around either (`rails`). `agreement` first compares
+shapes and rules over the ranks.
 
-Which of the two a layer takes depends on settings and on the machine, never on the routing, so a
-layer keeps it. It is the same on all ranks. `"auto"` takes direct stores if the layer has packed
-experts, no expert is split, and all ranks have GPUs of one host that reach each other over NVLink.
-Else it takes collectives, which move nothing if there is one rank.
+Which of them a layer takes depends on settings and on machines, never on the routing, so a layer
+keeps it. It is the same on all ranks. `"auto"` takes direct stores if the layer has packed experts,
+no expert is split, and the GPUs of each host reach each other over NVLink. Else it takes
+collectives, which move nothing if there is one rank. A rail needs packed experts that share a
+store, and more than one rank on each host; elsewhere collectives cross between hosts.
 
 Letters: see `padded_dispatch.config`.
 """
@@ -20,10 +22,12 @@ import torch.distributed as dist
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange.collectives import Collectives, CollectiveWire
 from padded_dispatch.exchange.direct import DirectStores, DirectWire
+from padded_dispatch.exchange.hosts import groups_of, hosts_of
+from padded_dispatch.exchange.rails import Rails, RailWire
 
 # The exchange of a layer; its `start` returns the wire of one pass, forward and backward.
-Exchange = Collectives | DirectStores
-Wire = CollectiveWire | DirectWire
+Exchange = Collectives | DirectStores | Rails
+Wire = CollectiveWire | DirectWire | RailWire
 
 
 def choose(
@@ -38,7 +42,8 @@ def choose(
     """Return the exchange of a layer and the reason, for the log; a collective call of `group`.
 
     The caller must first compare `kind` and `packed` over the ranks: only some choices run
-    collectives. `device` is that of the tokens; groups are None for a single rank.
+    collectives. `device` is that of the tokens; groups are None for a single rank. The capacity
+    pool of `config` must stay.
 
     Raises:
         ValueError: on all ranks, if "direct" was asked for and cannot work.
@@ -53,17 +58,30 @@ def choose(
         reason = f"direct stores need expert_tensor_parallel_size=1, got {size}"
     elif device.type != "cuda":
         reason = f"direct stores need tokens on GPUs, got {device.type}"
+    hosts = hosts_of(group) if group is not None and group.size() > 1 else None
+    if hosts is not None and hosts.num_hosts == 1:
+        hosts = None
+    shares = packed and config.capacity_pool == "store" and collectives.etp_group is None
+    if hosts is not None and not reason:
+        if not shares:
+            reason = f"direct stores on {hosts} need capacity_pool='store'"
+        elif hosts.num_inside == 1:
+            reason = f"direct stores need several ranks on each host, got {hosts}"
     require(kind != "direct" or not reason, "exchange", kind, "be auto or alltoall here", reason)
     if kind == "alltoall":
         reason = f'exchange="{kind}" was asked for'
     elif kind == "auto" and collectives.num_sources == 1:
         reason = "one rank"
-    if reason:
-        return collectives, reason
-    try:
-        direct = DirectStores(local, group, over_nvlink=kind == "auto")
-    except ValueError as error:
-        if kind == "direct":
-            raise
-        return collectives, str(error)
-    return direct, f"the {direct.group.size()} ranks share a host and reach each other's GPUs"
+    direct = None
+    if not reason:
+        try:
+            direct = DirectStores(local, group, hosts=hosts, over_nvlink=kind == "auto")
+            reason = f"the {direct.group.size()} ranks share a host and reach each other's GPUs"
+        except ValueError as error:
+            if kind == "direct":
+                raise
+            reason = str(error)
+    if hosts is None or group is None or not shares or hosts.num_inside == 1:
+        return direct or collectives, reason
+    inside, rail = groups_of(group, device)
+    return Rails(direct or Collectives(local, inside), hosts, rail, device), f"{hosts}, {reason}"

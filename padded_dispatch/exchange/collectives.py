@@ -73,6 +73,8 @@ class Arrived:
         place_SPK: int32, index of the row among its source's rows for that expert.
         prob_SPK: at least fp32, the probability; unspecified where there is no expert.
         count_SL: int32, contiguous: rows of each source for each local expert.
+        sent_TD: the tokens that this rank sent as a source, contiguous; of its rail, if hosts are
+            several.
     """
 
     values: Values
@@ -80,6 +82,7 @@ class Arrived:
     place_SPK: Tensor
     prob_SPK: Tensor
     count_SL: Tensor
+    sent_TD: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,7 @@ class Collectives:
         num_local_experts: experts on this rank (L).
         group: the expert-parallel group (R ranks), or None for one rank.
         etp_group: the group whose ranks split every expert's ffn, or None for one rank.
+        ascends: whether a token's experts ascend, as in a source's own plan.
     """
 
     def __init__(
@@ -113,8 +117,10 @@ class Collectives:
         num_local_experts: int,
         group: dist.ProcessGroup | None = None,
         etp_group: dist.ProcessGroup | None = None,
+        *,
+        ascends: bool = True,
     ) -> None:
-        self.num_local_experts = num_local_experts
+        self.num_local_experts, self.ascends = num_local_experts, ascends
         self.group = group if group is not None and group.size() > 1 else None
         self.etp_group = etp_group if etp_group is not None and etp_group.size() > 1 else None
         self.num_ranks = group.size() if group is not None else 1
@@ -184,15 +190,16 @@ class CollectiveWire:
             reached_TR = token_T1.new_zeros(self._num_tokens, ranks + 1).scatter_(1, rank_TK, 1)
             slot_TK = (reached_TR.cumsum(0) - 1).gather(1, rank_TK)
         row_TK = torch.where(rank_TK < ranks, rank_TK * self._num_slots + slot_TK, -1)
-        # Experts ascend, so the choices of a rank are neighbours.
+        # Where experts ascend, the choices of a rank are neighbours.
+        ordered_TK = row_TK if self._exchange.ascends else row_TK.sort(1).values
         follows_TK = torch.zeros_like(expert_TK, dtype=torch.bool)
-        follows_TK[:, 1:] = rank_TK[:, 1:] == rank_TK[:, :-1]
+        follows_TK[:, 1:] = ordered_TK[:, 1:] == ordered_TK[:, :-1]
         if not self._whole:
             # Index -1 writes to the last element, which is cut off.
             token_Q = token_T1.new_full((ranks * self._num_slots + 1,), -1)
             token_Q[row_TK] = token_T1.expand_as(row_TK)
             token_RP = token_Q[:-1].view(ranks, -1)
-        first_TK = row_TK.masked_fill(follows_TK, -1).to(torch.int32)
+        first_TK = ordered_TK.masked_fill(follows_TK, -1).to(torch.int32)
         return _Slots(expert_TK=expert_TK, row_TK=row_TK, first_TK=first_TK, token_RP=token_RP)
 
     def routed(self) -> dict[str, Tensor | None]:
@@ -221,6 +228,7 @@ class CollectiveWire:
             place_SPK=place_SPK,
             prob_SPK=prob_SPK,
             count_SL=count_SL,
+            sent_TD=tokens_TD,
         )
 
     @nvtx_range("exchange")

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from padded_dispatch.exchange.collectives import Arrived, Values
+from padded_dispatch.exchange.hosts import Hosts
 from padded_dispatch.exchange.symmetric_memory import (
     Buffers,
     Shape,
@@ -50,20 +51,30 @@ class DirectStores:
 
     Args:
         num_local_experts: experts on this rank (L).
-        group: the expert-parallel group, whose ranks must be on one host.
-        over_nvlink: require NVLink between all GPUs.
+        group: the expert-parallel group, whose ranks must be on one host, or several with `hosts`.
+        hosts: those of the group, if a rail crosses between them: see `exchange.rails`.
+        over_nvlink: require NVLink between all GPUs of a host.
+
+    Attributes:
+        group: the ranks of this host.
 
     Raises:
-        ValueError: on all ranks, if their GPUs cannot write to each other.
+        ValueError: on all ranks, if the GPUs of a host cannot write to each other.
     """
 
     kind = "direct"
 
     def __init__(
-        self, num_local_experts: int, group: dist.ProcessGroup | None, *, over_nvlink: bool = False
+        self,
+        num_local_experts: int,
+        group: dist.ProcessGroup | None,
+        *,
+        hosts: Hosts | None = None,
+        over_nvlink: bool = False,
     ) -> None:
         self.num_local_experts = num_local_experts
-        self.group = check_group(group, over_nvlink=over_nvlink)
+        self._whole = group
+        self.group = check_group(group, hosts=hosts, over_nvlink=over_nvlink)
 
     def broke_off(self) -> bool:
         """Return whether an eager pass of the group pushed and did not return; once for each.
@@ -91,7 +102,7 @@ class DirectStores:
             dtype=tokens_TD.dtype,
             sends_again=sends_again,
         )
-        buffers = buffers_for(self.group, shape, tokens_TD.device)
+        buffers = buffers_for(self.group, shape, tokens_TD.device, self._whole)
         return DirectWire(plan=plan, buffers=buffers, homes_S=buffers.coming_R)
 
 
@@ -123,6 +134,7 @@ class DirectWire:
             place_SPK=buffers.place_SPK,
             prob_SPK=buffers.prob_SPK,
             count_SL=buffers.count_SL,
+            sent_TD=tokens_TD.contiguous(),
         )
 
     @nvtx_range("exchange")

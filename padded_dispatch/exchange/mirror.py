@@ -78,7 +78,7 @@ class Mirror:
         # Not `dist.new_group`. It either needs every rank of the world, or (with
         # use_local_synchronization) names the group by the number of groups in this process: ranks
         # that are members of different numbers of groups would wait under different names.
-        self._store = PrefixStore(name, _store())
+        self._store = PrefixStore(name, job_store())
         group_rank = self.ranks.index(self._me)
         limit = timedelta(seconds=limit_s)
         try:
@@ -253,7 +253,8 @@ def absent_ranks_named() -> Iterator[None]:
         raise
 
 
-def _store() -> Any:
+def job_store() -> Any:
+    """Return the store of the job, under a prefix of this package."""
     return PrefixStore("padded_dispatch", distributed_c10d._get_default_store())
 
 
@@ -264,7 +265,7 @@ def _connected(groups: Sequence[dist.ProcessGroup], limit_s: float) -> tuple[str
     a group may have several mirrors: of this group alone, and together with others.
     """
     deadline = time.monotonic() + limit_s
-    store, me = _store(), dist.get_rank()
+    store, me = job_store(), dist.get_rank()
     own: dict[str, list[int]] = {g.group_name: dist.get_process_group_ranks(g) for g in groups}
     posted = json.dumps([socket.gethostname(), own])
     for name in own:

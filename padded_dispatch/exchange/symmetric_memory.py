@@ -23,13 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from padded_dispatch.exchange.hosts import Hosts, gather_objects, groups_of, machine
 from padded_dispatch.exchange.mirror import time_limit
 from padded_dispatch.utils.phases import is_capturing
 
@@ -38,7 +39,6 @@ _NATIVE_ATOMICS = 3  # the driver's attribute of two GPUs that is 1 only if NVLi
 _TRIAL_BYTES = 4096
 
 _log = logging.getLogger("padded_dispatch")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +175,16 @@ def shared_memory(group: dist.ProcessGroup) -> SharedMemory:
     return _shared.setdefault(group, SharedMemory())
 
 
-def buffers_for(group: dist.ProcessGroup, shape: Shape, device: torch.device) -> Buffers:
+def buffers_for(
+    group: dist.ProcessGroup,
+    shape: Shape,
+    device: torch.device,
+    whole: dist.ProcessGroup | None = None,
+) -> Buffers:
     """Return buffers of a shape; the first call with it is one of the group, and may allocate.
 
-    Raise on all ranks if they do not fit on one of them, and in a capture.
+    Raise on all ranks of `whole`, the groups of all hosts together, if they do not fit on one of
+    them, and in a capture.
     """
     shared = shared_memory(group)
     if shape not in shared.buffers:
@@ -187,7 +193,7 @@ def buffers_for(group: dist.ProcessGroup, shape: Shape, device: torch.device) ->
                 "buffers of exchange='direct' must exist before a CUDA graph is captured, got the "
                 f"new {shape}; run one eager step with the same shapes before capturing"
             )
-        shared.buffers[shape] = _make_buffers(group, shared, shape, device)
+        shared.buffers[shape] = _make_buffers(group, shared, shape, device, whole or group)
     buffers = shared.buffers[shape]
     for memory, size in zip(buffers.memories, buffers.sizes, strict=True):
         _used[memory] = max(size, _used.get(memory, 0))
@@ -195,7 +201,11 @@ def buffers_for(group: dist.ProcessGroup, shape: Shape, device: torch.device) ->
 
 
 def _make_buffers(
-    group: dist.ProcessGroup, shared: SharedMemory, shape: Shape, device: torch.device
+    group: dist.ProcessGroup,
+    shared: SharedMemory,
+    shape: Shape,
+    device: torch.device,
+    whole: dist.ProcessGroup,
 ) -> Buffers:
     num_ranks, num_slots, top_k = group.size(), shape.num_slots, shape.top_k
     itemsize, choices = shape.dtype.itemsize, num_slots * top_k
@@ -212,7 +222,7 @@ def _make_buffers(
         if not memories or memories[-1].num_bytes < size
     ]
     if new:
-        _require_room(group, shape, sum(size for _, size in new), device)
+        _require_room(whole, shape, sum(size for _, size in new), device)
     for memories, size in new:
         memories.append(PeerMemory(group, size, device))
     arriving, coming = shared.arriving[-1], shared.coming[-1]
@@ -271,31 +281,44 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def check_group(group: dist.ProcessGroup | None, *, over_nvlink: bool) -> dist.ProcessGroup:
-    """Return `group` if all its ranks can write to each other's memory, else raise on all.
+def check_group(
+    group: dist.ProcessGroup | None, *, over_nvlink: bool, hosts: Hosts | None = None
+) -> dist.ProcessGroup:
+    """Return a group whose ranks can write to each other's memory, else raise on all ranks.
 
-    A process may not see the GPUs of other ranks, so in the end all ranks try to allocate and map a
+    It is `group`, or with `hosts` that of this rank's host; then all hosts must have such groups. A
+    process may not see the GPUs of other ranks, so in the end all ranks try to allocate and map a
     little memory. `over_nvlink` requires NVLink, since over PCIe collectives are faster.
     """
     if not torch.cuda.is_available():
-        obstacles = ["no CUDA device"]
-    elif group is None or group.size() == 1:
-        obstacles = ["an expert-parallel group of one rank"]
-    else:
-        device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        seats = gather_objects(group, _Seat(uuid=str(device.uuid)))
-        obstacles = gather_objects(group, _obstacle(seats, over_nvlink=over_nvlink))
-        if not any(obstacles):
-            obstacles = gather_objects(group, _trial(group))
-    for obstacle in obstacles:
-        if obstacle:
-            raise ValueError(
-                "the ranks of exchange='direct' must have GPUs of one host that can access each "
-                f"other, got {obstacle}; set exchange='alltoall'"
-            )
-    assert group is not None
-    shared_memory(group)  # Known once all have mapped memory: see `_trial`.
-    return group
+        raise ValueError(_refusal("no CUDA device"))
+    if group is None or group.size() == 1:
+        raise ValueError(_refusal("an expert-parallel group of one rank"))
+    device, inside = torch.device("cuda", torch.cuda.current_device()), group
+    seats = gather_objects(group, _Seat(uuid=str(torch.cuda.get_device_properties(device).uuid)))
+    if hosts is not None:
+        inside, _ = groups_of(group, device)
+        seats = [seats[rank] for rank in hosts.ranks_HG[hosts.own[0]]]
+    _require_none(group, hosts, _obstacle(seats, over_nvlink=over_nvlink))
+    _require_none(group, hosts, _trial(inside))
+    shared_memory(inside)  # Known once all have mapped memory: see `_trial`.
+    return inside
+
+
+def _require_none(group: dist.ProcessGroup, hosts: Hosts | None, obstacle: str) -> None:
+    """Raise on all ranks if one has an obstacle."""
+    if obstacle and hosts is not None:
+        obstacle += f" on {socket.gethostname()}"
+    for found in gather_objects(group, obstacle):
+        if found:
+            raise ValueError(_refusal(found))
+
+
+def _refusal(obstacle: str) -> str:
+    return (
+        "the ranks of exchange='direct' must have GPUs of one host that can access each other, "
+        f"got {obstacle}; set exchange='alltoall'"
+    )
 
 
 def _folder() -> str:
@@ -309,8 +332,7 @@ def _folder() -> str:
     if not path.is_dir():
         return f"no {path}"  # `_trial` will then fail, on all ranks.
     found = path.stat()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}, {found.st_dev}, {found.st_ino}"
+    return f"{machine()}, {found.st_dev}, {found.st_ino}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,14 +395,6 @@ def _trial(group: dist.ProcessGroup) -> str:
     except RuntimeError as error:
         return f"{str(error).splitlines()[0]!r} from an attempt to map memory"
     return ""
-
-
-def gather_objects(group: dist.ProcessGroup, value: _T) -> list[_T]:
-    """Return the values of all ranks, by rank, on the host; a collective call."""
-    gather: Callable[..., None] = dist.all_gather_object
-    values: list[Any] = [None] * group.size()
-    gather(values, value, group=group)
-    return values
 
 
 def reset_peaks() -> None:

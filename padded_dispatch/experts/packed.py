@@ -127,13 +127,14 @@ class _Pass(torch.autograd.Function):
         )
         sum_TD, _ = wire.home(product, listed, found.offsets)
 
+        needs_own = wire.sends_again or (keeps and values.own_TD is not None)
         saved = {
             "fc1_LGD": fc1_LGD,
             "fc2_LDF": fc2_LDF,  # Its version is checked; products read `weights`.
             "fc1_bias_LG": fc1_bias_LG,
             "fc2_bias_LD": fc2_bias_LD,
             "kept_SPD": kept_SPD,
-            "own_TD": tokens_TD if wire.sends_again or (keeps and values.own is not None) else None,
+            "own_TD": arrived.sent_TD if needs_own else None,
             "slot_A": listed.slot_A,
             "length": listed.length,
             "row_AK": listed.row_AK,

@@ -19,6 +19,7 @@ from padded_dispatch.kernels import rows
 from tests.support.device import INTERPRETED
 from tests.support.direct_parity import Layer, differences, expected, forward, make_inputs
 from tests.support.graph_protocol import pretend_capture
+from tests.support.machines import ranks_on
 from tests.support.threads import ThreadMemory, run_on_threads, threads_as_ranks
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def threads() -> Iterator[None]:
 
 def _direct(layers: list[Layer]) -> tuple[list[str], int]:
     """Run all forward passes, then all backward passes; return what differs, and barriers."""
-    exchanges = [layer.direct() for layer in layers]
+    exchanges = [layer.direct(CPU) for layer in layers]
     inputs = [make_inputs(layer, "uniform", seed, CPU) for seed, layer in enumerate(layers)]
     waiting = [forward(*one) for one in zip(exchanges, layers, inputs, strict=True)]
     found = []
@@ -62,6 +63,17 @@ def _different_tokens() -> list[str]:
 
 def test_ranks_may_have_different_numbers_of_tokens():
     assert run_on_threads(4, _different_tokens) == [[]] * 4
+
+
+@pytest.mark.parametrize("machines", ["aabb", "abba", "aabbcc"])
+def test_direct_stores_inside_of_hosts(machines):
+    layer = dataclasses.replace(SMALL, machines=machines)
+    wide = dataclasses.replace(WIDE, machines=machines)
+    layers = [layer, wide, dataclasses.replace(wide, sends_again=True)]
+    with ranks_on(machines):
+        found = run_on_threads(len(machines), _direct, layers)
+    # Barriers are of the ranks of a host.
+    assert found == [([], 12)] * len(machines)
 
 
 # Buffers.

@@ -28,6 +28,7 @@ from padded_dispatch.kernels import gemm
 from padded_dispatch.routing import choice_probs, make_plan, select
 from tests.support.device import INTERPRETED, small_tiles
 from tests.support.direct_parity import differences
+from tests.support.machines import rails_of, ranks_on
 from tests.support.threads import grid, poisoned_memory, run_on_threads, threads_as_ranks
 from tests.support.whole_layers import OneRank, make_case, stacks_are_empty
 
@@ -53,6 +54,7 @@ class Case:
 
     `slots`: P, which may be more than the tokens: other ranks have more. `capacity`: with cells, C,
     and P is L * C. `again`: tokens are sent again also where the config would keep them.
+    `machines`: a letter for the machine of each rank; "" for one machine.
     """
 
     ranks: int = 1
@@ -70,6 +72,7 @@ class Case:
     capacity: int = 0
     local_experts: int = 3
     again: bool = False
+    machines: str = ""
 
     @property
     def config(self) -> DispatchConfig:
@@ -90,8 +93,10 @@ class Model:
         self, case: Case, run: Any = packed.run, dtype: torch.dtype = torch.float32
     ) -> None:
         self.case, self.run, self.store = case, run, Store()
-        if case.exchange == "direct":
-            self.exchange: Any = DirectStores(case.local_experts, dist.group.WORLD)
+        if case.machines:
+            self.exchange: Any = rails_of(case.local_experts, case.exchange, torch.device("cpu"))
+        elif case.exchange == "direct":
+            self.exchange = DirectStores(case.local_experts, dist.group.WORLD)
         else:
             group, etp_group, _ = grid(case.ranks, case.etp)
             self.exchange = Collectives(case.local_experts, group, etp_group)
@@ -156,7 +161,7 @@ def trained(case: Case, passes: int = 1, **how: Any) -> dict[str, Tensor]:
 def on_ranks(case: Case, **how: Any) -> list[dict[str, Tensor]]:
     if case.ranks * case.etp == 1:
         return [trained(case, **how)]
-    with threads_as_ranks():
+    with threads_as_ranks(), ranks_on(case.machines):
         return run_on_threads(case.ranks * case.etp, partial(trained, case, **how))
 
 
@@ -184,6 +189,19 @@ CASES = [
     Case(ranks=4, routings=("full", "hot"), exchange="direct", factor=0.6, tokens=3),
     Case(ranks=2, routings=("full", "idle rank", "hot"), exchange="direct", factor=0.3, again=True),
     Case(ranks=2, etp=2, routings=("full", "hot"), factor=0.6, again=True),
+    *(
+        Case(
+            ranks=4, routings=("full", "hot"), factor=0.6, machines=machines, exchange=kind, **SMALL
+        )
+        for machines, kind in (("aabb", "alltoall"), ("aabb", "direct"), ("abba", "direct"))
+    ),
+    *(
+        Case(ranks=4, routings=("hot", "thin"), machines="aabb", exchange=kind, again=True, **SMALL)
+        for kind in ("alltoall", "direct")
+    ),
+    Case(
+        ranks=6, routings=("one rank",), exchange="direct", factor=0.3, machines="abcabc", **SMALL
+    ),
 ]
 
 

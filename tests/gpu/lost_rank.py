@@ -76,7 +76,7 @@ def _replay_for_ever(how: str, env: dict[str, str], log: str, left: Any) -> None
     device = my_gpu()
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=45))
     layer = Layer()
-    exchange, inputs = layer.direct(), make_inputs(layer, "uniform", 0, device)
+    exchange, inputs = layer.direct(device), make_inputs(layer, "uniform", 0, device)
     leaves = dist.get_rank() == dist.get_world_size() - 1
     with torch.cuda.stream(torch.cuda.Stream()):
         graph, _ = captured(lambda: step(exchange, layer, inputs))

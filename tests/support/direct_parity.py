@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,10 @@ from torch.nn import functional
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.collectives import Arrived
 from padded_dispatch.exchange.direct import DirectStores
+from padded_dispatch.exchange.rails import Rails
 from padded_dispatch.kernels import Segments, gemm, layout, rows
 from padded_dispatch.routing import Plan, make_plan
+from tests.support.machines import rails_of, ranks_on
 from tests.support.routings import maps_of, thin_out
 
 _T = TypeVar("_T")
@@ -38,8 +40,8 @@ class Layer:
     """The sizes of a layer: T, D, K, L, the slots P (0 for T), and the dtype of rows.
 
     Each (expert, source) has room for `level` rows. `sends_again`: backward sends tokens again.
-    `microbatches_in_flight` forward passes precede
-    the first backward pass.
+    `microbatches_in_flight` forward passes precede the first backward pass. `machines`: a letter
+    for the machine of each rank; "" for one machine.
     """
 
     tokens: int = 515
@@ -51,9 +53,12 @@ class Layer:
     sends_again: bool = False
     dtype: torch.dtype = torch.bfloat16
     microbatches_in_flight: int = 1
+    machines: str = ""
 
-    def direct(self) -> DirectStores:
-        """Return direct stores over the default group; a collective call."""
+    def direct(self, device: torch.device) -> DirectStores | Rails:
+        """Return direct stores over the default group, in rails; a collective call."""
+        if self.machines:
+            return rails_of(self.local_experts, "direct", device)
         return DirectStores(self.local_experts, dist.group.WORLD)
 
 
@@ -103,7 +108,7 @@ def _bias(expert: Tensor, width: int) -> Tensor:
     return ((expert[..., None] + column) % 3 - 1).float()
 
 
-def forward(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Callable[[], Results]:
+def forward(exchange: DirectStores | Rails, layer: Layer, inputs: Inputs) -> Callable[[], Results]:
     """Send tokens to experts, and their outputs home; return the backward pass.
 
     That sends gradients to experts and home, probabilities beside them, and returns all sums.
@@ -112,7 +117,7 @@ def forward(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Callable[[]
     wire = exchange.start(inputs.plan, inputs.tokens_TD, slots, sends_again=sends_again)
     arrived = wire.open(inputs.tokens_TD, inputs.prob_TK)
     num_local, like = layer.local_experts, inputs.tokens_TD
-    if not layer.slots:
+    if not (layer.slots or layer.machines):
         ranks = len(arrived.expert_SPK)
         assert (ranks - 1) * layer.tokens == arrived.values.rows_SPD[..., 0].numel()
     segments = _segments(layer, arrived)
@@ -139,7 +144,7 @@ def forward(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Callable[[]
     assert beside_TK is None
 
     def backward() -> Results:
-        again_TD = inputs.tokens_TD if layer.sends_again else None
+        again_TD = arrived.sent_TD if layer.sends_again else None
         values, again = wire.push(inputs.grad_TD, again_TD)
         grad_ND = rows.spread_rows(**values.rows(), **where)
         found = {}
@@ -171,7 +176,7 @@ def _segments(layer: Layer, arrived: Arrived) -> Segments:
     return replace(segments, tiles=gemm.row_tiles(segments))
 
 
-def step(exchange: DirectStores, layer: Layer, inputs: Inputs) -> Results:
+def step(exchange: DirectStores | Rails, layer: Layer, inputs: Inputs) -> Results:
     return forward(exchange, layer, inputs)()
 
 
@@ -195,9 +200,10 @@ def differences(one: Results, other: Results) -> list[str]:
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def poison(exchange: DirectStores) -> None:
+def poison(exchange: DirectStores | Rails) -> None:
     """Fill this rank's buffers with NaN, while no rank sends anything."""
-    shared = symmetric_memory.shared_memory(exchange.group)
+    direct: Any = exchange.inside if isinstance(exchange, Rails) else exchange
+    shared = symmetric_memory.shared_memory(direct.group)
     for memory in (*shared.arriving, *shared.coming):
         memory.tensor(0, (memory.num_bytes,), torch.uint8).fill_(255)
 
@@ -216,7 +222,9 @@ def my_gpu() -> torch.device:
 
 def eager_differs(layer: Layer) -> list[str]:
     """Return what differs in eager, over all routings, with and without NaN in the buffers."""
-    device, exchange = my_gpu(), layer.direct()
+    device = my_gpu()
+    with ranks_on(layer.machines):
+        exchange = layer.direct(device)
     found = []
     for seed, routing in enumerate(ROUTINGS):
         one, other = (make_inputs(layer, routing, s, device) for s in (seed, seed + 100))
@@ -262,7 +270,8 @@ def replay_differs(first: Layer, second: Layer, num_replays: int) -> list[str]:
         ]
 
     static, distinct = fresh(0), [fresh(seed) for seed in range(4 * len(ROUTINGS))]
-    exchanges = {id(layer): layer.direct() for layer in layers}
+    with ranks_on(first.machines):
+        exchanges = {id(layer): layer.direct(device) for layer in layers}
 
     def run() -> list[Results]:
         waiting = [

@@ -7,6 +7,8 @@ The rules. A row is a pair (token, expert) of a source; place p means that it is
 source for that expert, by token. Which rows count:
 
 - cells: each (source, expert) keeps its first C rows in the policy's order;
+- between hosts: the ranks of one number on their hosts, whose tokens come one host after the
+  other, count as one source; a token's rows are summed on each host, and then the hosts' sums;
 - the store: a rank's layers take rows one after the other, and where none are left, the last ones
   of those before. If the rows of one layer exceed the store's, each (expert, source) keeps those
   with places below w, the largest w with which they fit.
@@ -108,6 +110,51 @@ def found_room(map_STE: NDArray, levels_R: Sequence[float]) -> NDArray:
 
 def counts(map_STE: NDArray, rank: int, num_ranks: int) -> NDArray:
     return map_STE.sum(1).reshape(len(map_STE), num_ranks, -1)[:, rank]
+
+
+def hosts(machines: str) -> NDArray:
+    """Return the ranks of each host, [H, G]: those with one letter, in parts of one size.
+
+    The size is the largest that divides the number of every letter.
+    """
+    size = max(
+        n for n in range(1, len(machines) + 1) if all(machines.count(m) % n == 0 for m in machines)
+    )
+    parts = []
+    for letter in dict.fromkeys(machines):
+        ranks = [rank for rank, of_rank in enumerate(machines) if of_rank == letter]
+        parts += [ranks[i : i + size] for i in range(0, len(ranks), size)]
+    return np.array(parts)
+
+
+def merged(map_STE: NDArray, ranks_HG: NDArray) -> NDArray:
+    """Return the maps that the ranks of a host send inside of it, [G, H * T, E]: of their rails."""
+    return np.concatenate([map_STE[ranks_G] for ranks_G in ranks_HG], axis=1)
+
+
+def apart(map_GTE: NDArray, ranks_HG: NDArray) -> NDArray:
+    """Return the maps of all ranks, [S, T, E]: the opposite of `merged`."""
+    of_hosts = np.split(map_GTE, len(ranks_HG), axis=1)
+    map_STE = np.concatenate(of_hosts)
+    map_STE[ranks_HG.flatten()] = np.concatenate(of_hosts)
+    return map_STE
+
+
+def sum_at_home(
+    rows_KD: Sequence[NDArray], hosts_K: Sequence[int], num_hosts: int, rounded: Any
+) -> NDArray:
+    """Add the rows of a token in fp32: those of each host, in the order of experts, rounded once.
+
+    Then the hosts' sums, rounded once. `rounded` rounds fp32 to the dtype of tokens.
+    """
+    total_D = np.zeros(rows_KD[0].shape, np.float32)
+    for host in range(num_hosts):
+        of_host_D = np.zeros_like(total_D)
+        for row_D, there in zip(rows_KD, hosts_K, strict=True):
+            if there == host:
+                of_host_D = of_host_D + row_D
+        total_D = total_D + rounded(of_host_D)
+    return rounded(total_D)
 
 
 def layer(

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -26,7 +27,8 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.multi_threaded_pg import AllGather, AllReduce, ret_work
 from torch.utils._pytree import tree_leaves
 
-from padded_dispatch.exchange import agreement, direct, symmetric_memory
+from padded_dispatch.exchange import agreement, direct, hosts, symmetric_memory
+from padded_dispatch.exchange.hosts import Hosts, groups_of
 
 _DONE = ret_work(None)
 
@@ -166,6 +168,18 @@ class ThreadedMirror:
         return rows
 
 
+def _join(group: ThreadGroup, ranks: list[int], device: torch.device) -> ThreadGroup:
+    """Return a group of some ranks of a group, as `hosts.join`."""
+    members = [group.ranks[rank] for rank in ranks]
+    options = SimpleNamespace(
+        group_rank=ranks.index(group.rank()),
+        group_size=len(ranks),
+        global_ranks_in_group=members,
+        group_id=f"{group.group_name}/{members}",
+    )
+    return ThreadGroup(options, None)
+
+
 def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `fn(*args)` on every rank of a default group and return the results by rank.
 
@@ -191,6 +205,7 @@ def run_on_threads(num_ranks: int, fn: Callable[..., Any], *args: Any) -> list[A
     try:
         with (
             patch.object(agreement, "mirror_of", ThreadedMirror),
+            patch.object(hosts, "join", _join),
             patch.object(ThreadGroup, "turns", turns, create=True),
         ):
             threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
@@ -240,7 +255,7 @@ class ThreadMemory:
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = num_bytes
-        self._group, self._rank = group, group.rank()
+        self._group, self._rank = group, dist.get_rank()
         own = torch.full((num_bytes,), 255, dtype=torch.uint8)
         self._own = own.numpy()
         self.address_R = torch.tensor(symmetric_memory.gather_objects(group, own.data_ptr()))
@@ -260,13 +275,17 @@ def _gather_objects(group: dist.ProcessGroup, value: int) -> list[int]:
     return [int(one) for one in gathered]
 
 
+def _check_group(group: Any, *, over_nvlink: bool, hosts: Hosts | None = None) -> Any:
+    return group if hosts is None else groups_of(group, torch.device("cpu"))[0]
+
+
 @contextmanager
 def threads_as_ranks() -> Iterator[None]:
     with (
         patch.object(symmetric_memory, "PeerMemory", ThreadMemory),
         patch.object(symmetric_memory, "_free_bytes", lambda device: 2**40),
         patch.object(symmetric_memory, "gather_objects", _gather_objects),
-        patch.object(direct, "check_group", lambda group, *, over_nvlink: over_nvlink or group),
+        patch.object(direct, "check_group", _check_group),
         patch.object(ThreadMemory, "num_barriers", {}),
     ):
         yield

@@ -22,6 +22,7 @@ from padded_dispatch.experts.padded import ExpertInput
 from padded_dispatch.experts.plain import activate
 from padded_dispatch.experts.store import Store
 from tests.support import reference
+from tests.support.machines import ranks_on
 from tests.support.reference import Arrays
 from tests.support.routings import maps_of
 from tests.support.threads import grid, poisoned_memory, run_on_threads
@@ -40,9 +41,13 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Layers with one config, tokens of all sources, and the gradient of what comes out."""
+    """Layers with one config, tokens of all sources, and the gradient of what comes out.
+
+    `machines`: a letter for the machine of each rank; "" for one machine.
+    """
 
     config: DispatchConfig
+    machines: str = ""
     activation: Activation
     layers: Sequence[Layer]
     tokens_STD: NDArray
@@ -58,6 +63,7 @@ def make_case(
     ffn: int = 5,
     activation: Activation | None = None,
     biased: bool = True,
+    machines: str = "",
     seed: int = 0,
 ) -> Case:
     """Draw a case with a layer for each routing, one of those of `maps_of`.
@@ -97,6 +103,7 @@ def make_case(
     tokens = sources, num_tokens, hidden
     return Case(
         config=config,
+        machines=machines,
         activation=activation,
         layers=[layer(routing) for routing in routings],
         tokens_STD=normal(*tokens),
@@ -142,6 +149,9 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
     """Return what each source must find; `keeps`: in one store of all layers, else in scratch."""
     config, (_, num_tokens, _) = case.config, case.tokens_STD.shape
     ranks, sizes = config.num_ranks, Sizes(config, num_tokens)
+    ranks_HG = reference.hosts(case.machines or "a" * config.num_sources)
+    if config.capacity_pool == "expert" or config.etp_size > 1 or ranks_HG.shape[1] == 1:
+        ranks_HG = np.arange(config.num_sources)[None]  # All ranks exchange with each other.
     num_layers = len(case.layers) if keeps else 1
     if config.capacity_pool == "expert":
         sizes.rows = sizes.most  # Sources chose them already.
@@ -155,9 +165,10 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
     for layer in case.layers:
         if not keeps:
             stores = new_stores()
-        map_STE = rows_sent(case, layer)
+        map_STE = reference.merged(rows_sent(case, layer), ranks_HG)
         levels = [stores[r].keep(reference.counts(map_STE, r, ranks)) for r in range(ranks)]
-        rows_Y.append(reference.found_room(map_STE, levels))
+        map_STE = reference.found_room(map_STE, levels)
+        rows_Y.append(reference.apart(map_STE, ranks_HG))
         of_layer = layer.probs_STE, rows_Y[-1], layer.weights, case.activation
         given.append(given[-1] + reference.layer(given[-1], *of_layer))
     grad_STD, backward = case.grad_STD, []
@@ -221,9 +232,11 @@ class OneRank:
         return {"out": out_TD.detach()} | grads
 
 
-def on_all_ranks(config: DispatchConfig, fn: Callable[..., Any], *args: Any) -> list[Any]:
+def on_all_ranks(
+    config: DispatchConfig, fn: Callable[..., Any], *args: Any, machines: str = ""
+) -> list[Any]:
     """Call `fn(*args)` on every rank, with NaN in fresh memory."""
-    with poisoned_memory():
+    with poisoned_memory(), ranks_on(machines):
         if config.num_sources == 1:
             return [fn(*args)]
         return run_on_threads(config.num_sources, fn, *args)
@@ -335,7 +348,7 @@ class Model:
         return tokens_TD
 
 
-def _one_pass(case: Case, pool: str, recompute: str = "") -> tuple[Found, bool]:
+def one_pass(case: Case, pool: str, recompute: str = "") -> tuple[Found, bool]:
     model, rank = Model(case, pool), OneRank(case)
     found = rank.found(model.forward(rank, recompute))
     return found, stacks_are_empty(model.store)
@@ -347,6 +360,7 @@ def check(case: Case, pool: str, recompute: str = "") -> None:
     `pool`: "padded" for experts that read padded cells; else our packed experts compute.
     `recompute`: "reentrant" or "other", if backward computes each layer again.
     """
-    results = on_all_ranks(case.config, _one_pass, case, pool, recompute)
+    given = case, pool, recompute
+    results = on_all_ranks(case.config, one_pass, *given, machines=case.machines)
     assert_found([found for found, _ in results], expected(case, keeps=not recompute))
     assert all(is_empty for _, is_empty in results)

@@ -1,0 +1,153 @@
+"""Hosts: which ranks of an expert-parallel group share a machine, and groups to cross hosts by.
+
+All hosts of a group have as many ranks (G), so that H * G = R. Where machines have different
+numbers of its ranks, G is their greatest common divisor, and a machine with more ranks counts as
+several hosts. Hosts are numbered by the first rank of their machine, the ranks of a host ascend,
+wherever a launcher has put them. A rail is the H ranks that have one number on their hosts.
+
+    ranks 0, 1, 4, 5 on one machine, 2, 3 on another: hosts [[0, 1], [4, 5], [2, 3]], rails
+    [[0, 4, 2], [1, 5, 3]]
+
+The groups of a host and of a rail are made by the ranks of the expert-parallel group alone: not by
+`new_group`, for the reason in `exchange.mirror`. All layers share them, and they live as long as
+the expert-parallel group.
+"""
+
+import math
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from padded_dispatch.exchange.mirror import job_store, time_limit
+
+_T = TypeVar("_T")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux has it.
+
+
+def machine() -> str:
+    """Return what all ranks of this machine have in common, and ranks of others have not."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """The hosts of an expert-parallel group.
+
+    Attributes:
+        ranks_HG: for each host its ranks, by their numbers in the group.
+        own: the numbers of this rank's host, and of this rank on it.
+    """
+
+    ranks_HG: list[list[int]]
+    own: tuple[int, int]
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of the group (H)."""
+        return len(self.ranks_HG)
+
+    @property
+    def num_inside(self) -> int:
+        """Ranks of the group on each host (G)."""
+        return len(self.ranks_HG[0])
+
+    def __str__(self) -> str:
+        ranks = "rank" if self.num_inside == 1 else "ranks"
+        return f"{self.num_hosts} hosts of {self.num_inside} {ranks}"
+
+
+def arranged(machines: Sequence[str], rank: int) -> Hosts:
+    """Return the hosts of ranks with these machines, as `rank` sees them."""
+    ranks_of: dict[str, list[int]] = {}
+    for number, name in enumerate(machines):
+        ranks_of.setdefault(name, []).append(number)
+    size = math.gcd(*map(len, ranks_of.values()))
+    parts = [ranks[i : i + size] for ranks in ranks_of.values() for i in range(0, len(ranks), size)]
+    host = next(number for number, ranks in enumerate(parts) if rank in ranks)
+    return Hosts(ranks_HG=parts, own=(host, parts[host].index(rank)))
+
+
+_hosts: WeakKeyDictionary[dist.ProcessGroup, Hosts] = WeakKeyDictionary()
+# The groups of this rank's host and rail, by the kind of device.
+_Groups = dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]]
+_groups: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
+
+
+def hosts_of(group: dist.ProcessGroup) -> Hosts:
+    """Return the hosts of a group; the first call is a collective call of the group."""
+    if group not in _hosts:
+        _hosts[group] = arranged(gather_objects(group, machine()), group.rank())
+    return _hosts[group]
+
+
+def groups_of(
+    group: dist.ProcessGroup, device: torch.device
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the groups of this rank's host and rail, for tensors on `device`.
+
+    The first call is a collective call of the group.
+    """
+    known, hosts = _groups.setdefault(group, {}), hosts_of(group)
+    if device.type not in known:
+        host, number = hosts.own
+        rail = [ranks[number] for ranks in hosts.ranks_HG]
+        inside = join(group, hosts.ranks_HG[host], device)
+        known[device.type] = inside, join(group, rail, device)
+    return known[device.type]
+
+
+def join(group: dist.ProcessGroup, ranks: list[int], device: torch.device) -> dist.ProcessGroup:
+    """Return a process group of some ranks of `group`, numbered in this order.
+
+    It has the back end and the time limit of `group`, and symmetric memory takes it. Creating it is
+    a collective call of these ranks.
+    """
+    members, me = dist.get_process_group_ranks(group), ranks.index(group.rank())
+    members = [members[rank] for rank in ranks]
+    name = f"padded_dispatch/{group.group_name}/{device.type}/{'-'.join(map(str, members))}"
+    store, limit = PrefixStore(name, job_store()), timedelta(seconds=time_limit(group))
+    kinds = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    made: Any = dist.ProcessGroup(store, me, len(ranks))
+    if kinds[device.type] == "nccl":
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout, options.group_name = limit, name
+        options.global_ranks_in_group = members
+        kind: Any = dist.ProcessGroup.BackendType.NCCL
+        backend: Any = dist.ProcessGroupNCCL(store, me, len(ranks), options)
+    else:
+        kind = dist.ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(store, me, len(ranks), limit)
+    backend._set_sequence_number_for_group()
+    made._set_default_backend(kind)
+    made._register_backend(device, kind, backend)
+    made._set_group_name(name)
+    if device.type == "cuda":
+        _make_known(name, made, store)
+    return made
+
+
+def _make_known(name: str, made: dist.ProcessGroup, store: Any) -> None:
+    """Let symmetric memory find a group, as `new_group` and the first rendezvous would."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed import _symmetric_memory
+
+    known: Any = _symmetric_memory._group_name_to_store
+    if name not in known:
+        known[name] = PrefixStore("symmetric_memory", store)
+        _SymmetricMemory.set_group_info(name, made.rank(), made.size(), known[name])
+
+
+def gather_objects(group: dist.ProcessGroup, value: _T) -> list[_T]:
+    """Return the values of all ranks, by rank, on the host; a collective call."""
+    gather: Callable[..., None] = dist.all_gather_object
+    values: list[Any] = [None] * group.size()
+    gather(values, value, group=group)
+    return values

@@ -1,0 +1,130 @@
+"""Which ranks are a host, and groups of hosts and rails on processes."""
+
+import gc
+import os
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from padded_dispatch import DispatchConfig
+from padded_dispatch.exchange import hosts
+from padded_dispatch.exchange.hosts import arranged, groups_of, hosts_of, join
+from padded_dispatch.exchange.mirror import time_limit
+from tests.support.machines import ranks_on
+from tests.support.threads import poisoned_memory
+from tests.support.whole_layers import assert_found, expected, make_case, one_pass
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("machines", "ranks_HG", "words"),
+    [
+        ("aaaa", [[0, 1, 2, 3]], "1 hosts of 4 ranks"),
+        ("aabb", [[0, 1], [2, 3]], "2 hosts of 2 ranks"),
+        ("abab", [[0, 2], [1, 3]], "2 hosts of 2 ranks"),
+        ("aabbaa", [[0, 1], [4, 5], [2, 3]], "3 hosts of 2 ranks"),
+        ("bbaaaa", [[0, 1], [2, 3], [4, 5]], "3 hosts of 2 ranks"),
+        ("aaab", [[0], [1], [2], [3]], "4 hosts of 1 rank"),
+    ],
+)
+def test_hosts_have_as_many_ranks_each(machines, ranks_HG, words):
+    for rank in range(len(machines)):
+        found = arranged(machines, rank)
+        host, number = found.own
+        assert found.ranks_HG == ranks_HG and ranks_HG[host][number] == rank
+        assert (found.num_hosts, found.num_inside) == (len(ranks_HG), len(ranks_HG[0]))
+        assert str(found) == words
+
+
+def test_a_machine_is_known_by_its_boot(pool2, monkeypatch, tmp_path):
+    here = hosts.machine()
+    assert pool2.run(hosts.machine) == [here, here]
+    monkeypatch.setattr(hosts, "_BOOT_ID", tmp_path / "boot_id")
+    assert hosts.machine() == os.uname().nodename
+    (tmp_path / "boot_id").write_text("another boot\n")
+    assert hosts.machine() == "another boot"
+
+
+def _numbers(machines: str) -> tuple[list[int], list[int], float]:
+    """Return the ranks of this rank's host and rail, as their groups gather them, and a limit."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=77))
+    with ranks_on(machines):
+        inside, rail = groups_of(group, CPU)
+        assert groups_of(group, CPU)[1] is rail and hosts_of(group) is hosts_of(group)
+    found = []
+    for one in (inside, rail):
+        gathered = torch.empty(one.size(), dtype=torch.int64)
+        dist.all_gather_into_tensor(gathered, torch.tensor([dist.get_rank()]), group=one)
+        received = torch.empty_like(gathered)
+        dist.all_to_all_single(received, torch.arange(one.size()), group=one)
+        assert received.tolist() == [one.rank()] * one.size()
+        found.append(gathered.tolist())
+    return *found, time_limit(rail)
+
+
+def test_groups_of_processes_have_their_order_and_limit(pool4):
+    found = pool4.run(_numbers, "abba", timeout_s=60)
+    assert [inside for inside, _, _ in found] == [[0, 3], [1, 2], [1, 2], [0, 3]]
+    assert [rail for _, rail, _ in found] == [[0, 1], [0, 1], [3, 2], [3, 2]]
+    assert {limit for _, _, limit in found} == {77.0}
+
+
+def _passed(machines: str) -> Any:
+    config = DispatchConfig(
+        num_experts=8, top_k=3, num_ranks=4, capacity_factor=0.75, capacity_pool="store"
+    )
+    case = make_case(config, ["full", "hot", "thin"], machines=machines)
+    with poisoned_memory(), ranks_on(machines):
+        return one_pass(case, "store")[0], expected(case)
+
+
+@pytest.mark.parametrize("machines", ["aabb", "baba"])
+def test_layers_on_processes_are_the_oracle(pool4, machines):
+    results = pool4.run(_passed, machines, timeout_s=60)
+    assert_found([found for found, _ in results], results[0][1])
+
+
+def _members_alone() -> bool:
+    """Ranks 1 to 3 make groups that rank 0 has no part in; rank 3 is in one group more."""
+    world: Any = dist.group.WORLD
+    if dist.get_rank() == 0:
+        return True
+    one = join(world, [3, 1, 2], CPU)
+    if dist.get_rank() == 3:
+        join(world, [3], CPU)
+    two = join(world, [1, 3, 2], CPU)
+    return all(_gathered(group) == ranks for group, ranks in ((one, [3, 1, 2]), (two, [1, 3, 2])))
+
+
+def _gathered(group: dist.ProcessGroup) -> list[int]:
+    gathered = torch.empty(group.size(), dtype=torch.int64)
+    dist.all_gather_into_tensor(gathered, torch.tensor([dist.get_rank()]), group=group)
+    return gathered.tolist()
+
+
+def test_a_group_is_made_by_its_members_alone(pool4):
+    assert pool4.run(_members_alone, timeout_s=60) == [True] * 4
+
+
+def _threads_of_groups() -> list[int]:
+    """Return the threads beyond those before a group: with its hosts' groups, and after it."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/task"))
+    group: Any = dist.new_group()
+    with_group = len(os.listdir("/proc/self/task")) - before
+    with ranks_on("ab" * 2):
+        groups_of(group, CPU)
+    found = [with_group, len(os.listdir("/proc/self/task")) - before]
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return [*found, len(os.listdir("/proc/self/task")) - before]
+
+
+def test_groups_end_with_that_of_the_layer(pool4):
+    for with_group, with_hosts, after in pool4.run(_threads_of_groups, timeout_s=60):
+        assert 0 < with_group < with_hosts and after == 0

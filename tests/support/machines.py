@@ -1,0 +1,44 @@
+"""Machines that ranks pretend to be on; the package has no such setting."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from padded_dispatch.exchange import hosts
+from padded_dispatch.exchange.collectives import Collectives
+from padded_dispatch.exchange.direct import DirectStores
+from padded_dispatch.exchange.hosts import groups_of, hosts_of
+from padded_dispatch.exchange.rails import Rails
+
+# What `hosts` remembers of each arrangement: tests of a process share groups.
+_known: dict[str, dict[str, Any]] = {}
+
+
+@contextmanager
+def ranks_on(machines: str) -> Iterator[None]:
+    """Let rank r of the job be on machine `machines[r]`, a letter; "" changes nothing."""
+    if not machines:
+        yield
+        return
+    new = {"_hosts": WeakKeyDictionary(), "_groups": WeakKeyDictionary()}
+    known = _known.setdefault(machines, new)
+    with patch.multiple(hosts, machine=lambda: machines[dist.get_rank()], **known):
+        yield
+
+
+def rails_of(num_local_experts: int, kind: str, device: torch.device) -> Rails:
+    """Return rails around an exchange of this kind, over the default group; a collective call.
+
+    `exchange.choose` makes no direct stores on a CPU.
+    """
+    group: Any = dist.group.WORLD
+    hosts, (inside, rail) = hosts_of(group), groups_of(group, device)
+    exchange: Any = Collectives(num_local_experts, inside)
+    if kind == "direct":
+        exchange = DirectStores(num_local_experts, group, hosts=hosts)
+    return Rails(exchange, hosts, rail, device)
