@@ -130,13 +130,13 @@ def test_a_new_shape_in_a_capture_is_refused():
 
 def _broke_off() -> list[bool]:
     """Return the answers behind a whole pass, behind one without its return, and once more."""
-    exchange, inputs = SMALL.direct(), make_inputs(SMALL, "uniform", 0, CPU)
+    exchange, inputs = SMALL.direct(CPU), make_inputs(SMALL, "uniform", 0, CPU)
     backward = forward(exchange, SMALL, inputs)
     found = [exchange.broke_off()]
     error = patch.object(rows, "spread_rows", Mock(side_effect=MemoryError))
     with error, pytest.raises(MemoryError):
         backward()
-    other = SMALL.direct()  # Of another layer: they share the memory.
+    other = SMALL.direct(CPU)  # Of another layer: they share the memory.
     with pretend_capture():
         found.append(other.broke_off())
     found += [other.broke_off(), exchange.broke_off()]

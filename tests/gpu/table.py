@@ -111,7 +111,7 @@ class Row:
 def table() -> list[Row]:
     """Return all rows, those with few ranks first."""
     rows = [*_replayed(), *_retried(), *_overlapped(), *_quantized(), *_flat()]
-    rows += [*_in_flight(), *_generating(), *_at_parity(), *_stored_directly()]
+    rows += [*_in_flight(), *_generating(), *_at_parity(), *_stored_directly(), *_across_hosts()]
     assert len({(row.check, row.name) for row in rows}) == len(rows), "each row has its own name"
     return sorted(rows, key=lambda row: row.ranks)
 
@@ -540,3 +540,44 @@ def _stored_directly() -> Iterator[Row]:
         pair = [dataclasses.replace(one, microbatches_in_flight=3) for one in (small, again)]
         how = {"run": replay_differs, "case": pair[0], "more": (pair[1], 1000), "ranks": ranks}
         yield Row(check=REPLAYS, name=f"R {ranks}", cpu=False, **how)
+
+
+# The machine of each rank: two hosts, in turn, of unequal size; with rails, or one rank on each.
+_HOSTS = "aabb", "abab", "aabbcc", "aaaabbbb", "aabbccdd"
+_WITHOUT_RAILS = "aaab", "abcd"
+
+
+def _across_hosts() -> Iterator[Row]:
+    """Yield ranks that pretend to be on several machines: whole models, and rails alone."""
+    packed = {"experts": "packed", "capacity_pool": "store"}
+    for machines in (*_HOSTS, *_WITHOUT_RAILS):
+        ranks = len(machines)
+        how: dict[str, Any] = {"machines": machines, "ranks": ranks}
+        if ranks == 6:  # The models have 32 experts.
+            continue
+        for scopes in (WHOLE, PARTIAL):
+            name = f"hosts {machines}, a store that overflows, {'+'.join(scopes)}"
+            more = {"factor": 0.9, "num_layers": 4, "microbatches": 3, "options": packed}
+            yield _replay(name, scopes=scopes, ep=ranks, **more, **how)
+        yield _layer(f"packed, hosts {machines}", ep=ranks, **how, options=PaddedOptions(**packed))
+    two: dict[str, Any] = {"machines": "aabb", "ranks": 4, "ep": 4}
+    again = {"options": packed, "fields": RECOMPUTE, "microbatches": 3}
+    yield _replay("hosts aabb, recompute moe", scopes=("moe",), **again, **two)
+    yield _replay("hosts aabb, all rows to one rank", idle="others", options=packed, **two)
+    yield _replay("hosts aabb, a rank without tokens", idle="rank", options=packed, **two)
+    yield _retry("hosts aabb", microbatches=3, **two)
+    case = GenerationCase(ep=4, experts="packed", uneven=True, machines="aabb")
+    given: dict[str, Any] = {"case": case, "run": generates_as_stock, "gpu": _TEXT}
+    yield Row(check=TEXT, name="hosts aabb, other T per rank", ranks=4, cpu=False, **given)
+    for machines in _HOSTS:
+        small = Layer(machines=machines)
+        wide = dataclasses.replace(small, tokens=260, width=1032, top_k=4, local_experts=8)
+        again = dataclasses.replace(wide, sends_again=True, microbatches_in_flight=3)
+        how = {"ranks": len(machines), "cpu": False}
+        for name, layer in {"": small, ", sent again": again}.items():
+            yield Row(
+                check=DIRECT, name=f"hosts {machines}{name}", run=eager_differs, case=layer, **how
+            )
+        pair = dataclasses.replace(small, microbatches_in_flight=3), again
+        given = {"run": replay_differs, "case": pair[0], "more": (pair[1], 1000)}
+        yield Row(check=REPLAYS, name=f"hosts {machines}", **given, **how)

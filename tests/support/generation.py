@@ -44,6 +44,7 @@ from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.options import Experts
 from padded_dispatch.utils.patches import Patches
 from tests.support.gpt import Sizes
+from tests.support.machines import ranks_on
 from tests.support.parity import megatron
 
 try:  # Up to 0.17.
@@ -230,7 +231,11 @@ def _with_lists(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _world(case: GenerationCase) -> Iterator[None]:
-    with megatron(case.device, **case.groups), Patches() as patches:
+    with (
+        ranks_on(case.machines),
+        megatron(case.device, **case.groups),
+        Patches() as patches,
+    ):
         patches.set(static_engine, "HAVE_TQDM", True)
         if case.on_gpu:
             from megatron.core.extensions.transformer_engine import TEDotProductAttention as Core

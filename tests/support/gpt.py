@@ -30,9 +30,13 @@ LOSS_SCALE = 2.0**18
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A small GPT, where it runs, and how ranks share it."""
+    """A small GPT, where it runs, and how ranks share it.
+
+    `machines`: a letter for the machine of each rank; "" for one machine.
+    """
 
     device: str = "cpu"
+    machines: str = ""
     dtype: torch.dtype = torch.float32
     ranks: int = 1
     tp: int = 1

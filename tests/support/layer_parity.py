@@ -24,6 +24,7 @@ from torch import Tensor
 from padded_dispatch.megatron import PaddedOptions
 from tests.support import tiny
 from tests.support.gpt import Sizes
+from tests.support.machines import ranks_on
 from tests.support.parity import megatron, too_far
 
 SEED = 20
@@ -66,7 +67,7 @@ class LayerCase(Sizes):
 
 def layer_agrees(case: LayerCase) -> list[str]:
     """Run `case` on every rank; return which results break the rule."""
-    with megatron(case.device, **case.groups):
+    with ranks_on(case.machines), megatron(case.device, **case.groups):
         dropless = "alltoall" if case.on_gpu else "allgather"
         kinds = {"ours": "padded_alltoall", "again": "padded_alltoall", "stock": dropless}
         layers = {run: build_layer(case, kind) for run, kind in kinds.items()}

@@ -12,11 +12,20 @@ import torch.distributed as dist
 from padded_dispatch.exchange import hosts
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.exchange.direct import DirectStores
-from padded_dispatch.exchange.hosts import groups_of, hosts_of
+from padded_dispatch.exchange.hosts import groups_of, hosts_of, join
 from padded_dispatch.exchange.rails import Rails
 
-# What `hosts` remembers of each arrangement: tests of a process share groups.
+# What `hosts` remembers of each arrangement: tests of a process share groups. Two arrangements may
+# join the same ranks, whose store has addresses from the first time.
 _known: dict[str, dict[str, Any]] = {}
+_joined: WeakKeyDictionary[dist.ProcessGroup, dict[Any, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def _join_once(group: dist.ProcessGroup, ranks: list[int], device: torch.device) -> Any:
+    joined, key = _joined.setdefault(group, {}), (*ranks, device.type)
+    if key not in joined:
+        joined[key] = join(group, ranks, device)
+    return joined[key]
 
 
 @contextmanager
@@ -27,7 +36,8 @@ def ranks_on(machines: str) -> Iterator[None]:
         return
     new = {"_hosts": WeakKeyDictionary(), "_groups": WeakKeyDictionary()}
     known = _known.setdefault(machines, new)
-    with patch.multiple(hosts, machine=lambda: machines[dist.get_rank()], **known):
+    machine = lambda: machines[dist.get_rank()]  # noqa: E731
+    with patch.multiple(hosts, machine=machine, join=_join_once, **known):
         yield
 
 

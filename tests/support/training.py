@@ -61,6 +61,7 @@ from tests.support.gpt import (
     types_of_gpus,
 )
 from tests.support.graph_protocol import cuda_graphs_on_cpu
+from tests.support.machines import ranks_on
 from tests.support.packed_sequences import own_part, packed, packed_attention
 from tests.support.parity import megatron
 from tests.support.pool import forget_models
@@ -268,6 +269,7 @@ def world(*models: Model) -> Iterator[None]:
             # Transformer Engine has a list of scales, and a flag that replays read.
             engine = importlib.import_module("transformer_engine.pytorch.fp8")
             stack.callback(engine.FP8GlobalStateManager.reset)
+        stack.enter_context(ranks_on(model.machines))
         stack.enter_context(megatron(model.device, **model.groups))
         patches = stack.enter_context(Patches())
         _let_combined_schedule_run(patches, on_gpu=model.on_gpu)
