@@ -136,13 +136,15 @@ def join(group: dist.ProcessGroup, ranks: list[int], device: torch.device) -> di
 
 def _make_known(name: str, made: dist.ProcessGroup, store: Any) -> None:
     """Let symmetric memory find a group, as `new_group` and the first rendezvous would."""
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
     from torch.distributed import _symmetric_memory
 
     known: Any = _symmetric_memory._group_name_to_store
     if name not in known:
         known[name] = PrefixStore("symmetric_memory", store)
         _SymmetricMemory.set_group_info(name, made.rank(), made.size(), known[name])
+        group_name: Any = name
+        _register_process_group(group_name, made)  # A rendezvous looks it up.
 
 
 def gather_objects(group: dist.ProcessGroup, value: _T) -> list[_T]:
