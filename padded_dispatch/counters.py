@@ -9,7 +9,8 @@ A `Snapshot` holds the counts of some passes as NumPy arrays. Its rates are rati
 means of ratios.
 
 The source counts demand. With cells it also decides and counts which rows are kept. With a store
-the rank of the experts does, so the counters cannot show which tokens lost rows.
+the rank of the experts does, so the counters cannot show which tokens lost rows: a rank counts the
+rows that it dropped, and not those of its tokens that other ranks dropped.
 
 Letters: Y layers, W numbers in `totals`.
 """
@@ -70,6 +71,7 @@ class Counters:
         num_passes: passes.
         num_slots: slots of cells offered, E * C per pass.
         num_unplaced: rows of a token beyond K, which have no place in the plan. Must be zero.
+        no_room: rows that arrived at this rank and found no room in the store.
         num_again: rows of a store that were overwritten; backward computes at least as many again.
         max_need: the largest need of one pass since it was last zeroed; the only value that is not
             a sum. With cells: demand for one expert. With a store: the rows that would have held
@@ -86,6 +88,7 @@ class Counters:
     num_passes: Tensor
     num_slots: Tensor
     num_unplaced: Tensor
+    no_room: Tensor
     num_again: Tensor
 
     def __init__(
@@ -101,8 +104,8 @@ class Counters:
         self.of_receiver: dict[str, Tensor] = {}
         if not self._has_cells:
             kept_L = self.kept_E[rank * num_local : (rank + 1) * num_local]
-            of_store = {"kept_L": kept_L, "num_again": self.num_again, "max_need": self.max_need}
-            self.of_receiver = of_store
+            self.of_receiver = {"kept_L": kept_L, "no_room": self.no_room}
+            self.of_receiver |= {"num_again": self.num_again, "max_need": self.max_need}
 
     def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
         """Count one selection; see `RoutingObserver`."""
@@ -133,6 +136,17 @@ def counts_in(totals: Any) -> dict[str, Any]:
     scalars = {name: totals[..., 2 * num_experts + i] for i, name in enumerate(SCALARS)}
     kept_E = totals[..., num_experts : 2 * num_experts]
     return {"demand_E": totals[..., :num_experts], "kept_E": kept_E} | scalars
+
+
+def dropped_rows(counts: dict[str, Any], *, in_cells: bool) -> Any:
+    """Return the rows that were dropped, in the shape of the counts' scalars.
+
+    The counts may be those of one rank, or sums over ranks. With cells a source drops its own rows;
+    with a store the rank of the experts drops those that found no room.
+    """
+    if in_cells:
+        return counts["demand_E"].sum(-1) - counts["kept_E"].sum(-1)
+    return counts["no_room"]
 
 
 def count_in_torch(
@@ -193,9 +207,9 @@ class Snapshot:
 
     @property
     def dropped_share(self) -> Floats:
-        """Rows asked for and not kept, divided by rows asked for."""
-        asked_Y, kept_Y = (self.counts[name].sum(1) for name in ("demand_E", "kept_E"))
-        return _ratio(asked_Y - kept_Y, asked_Y)
+        """Rows dropped, divided by rows dropped and kept."""
+        dropped_Y = dropped_rows(self.counts, in_cells=self.share_rows_Y is None)
+        return _ratio(dropped_Y, dropped_Y + self.counts["kept_E"].sum(1))
 
     @property
     def needed_factor(self) -> Floats:

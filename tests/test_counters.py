@@ -28,7 +28,7 @@ def test_a_store_is_counted_where_its_rows_are_kept():
         store_offsets(passes * count_SL, room, **counters.of_receiver)
     assert counters.demand_E.tolist() == [2, 0, 0, 2, 2, 0]
     assert counters.kept_E.tolist() == [0, 0, 8, 2, 0, 0]
-    assert counters.lost_tokens.item() == 0
+    assert (counters.lost_tokens.item(), counters.no_room.item()) == (0, 4)
     assert (counters.num_positions.item(), counters.num_slots.item()) == (3, 0)
     assert (counters.max_need.item(), counters.num_again.item()) == (14, 5)
 
@@ -101,4 +101,6 @@ def test_figures_of_a_store():
     assert figures["needed_factor"] == 5 / 8
     known = snapshot().figures().keys() - {"lost_tokens", "fill"} | {"again"}
     assert figures["again"] == 5 / 20
+    of_store.counts["no_room"][:] = 4, 0  # 14 rows are kept.
+    assert of_store.dropped_share[0] == 4 / 18 and math.isnan(of_store.dropped_share[1])
     assert figures.keys() == known == of_store.figures_of_layers().keys()

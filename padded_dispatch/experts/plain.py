@@ -33,6 +33,7 @@ def store_offsets(
     room: Room,
     *,
     kept_L: Tensor | None = None,
+    no_room: Tensor | None = None,
     num_again: Tensor | None = None,
     max_need: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,6 +58,8 @@ def store_offsets(
         room.top.copy_(torch.tensor([base + num_rows, asked + total, low]))
     if kept_L is not None:
         kept_L += kept_LS.sum(1)
+    if no_room is not None:
+        no_room += total - num_rows
     if num_again is not None:
         num_again += in_use - base
     if max_need is not None:

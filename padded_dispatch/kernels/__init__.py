@@ -19,6 +19,7 @@ SCALARS = (
     "num_passes",
     "num_slots",
     "num_unplaced",
+    "no_room",
     "num_again",
 )
 

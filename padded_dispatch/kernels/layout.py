@@ -49,6 +49,7 @@ def lay_out(
     first: bool,
     limit: int,
     kept_L: Tensor | None = None,
+    no_room: Tensor | None = None,
     num_again: Tensor | None = None,
     max_need: Tensor | None = None,
 ) -> Offsets:
@@ -61,6 +62,7 @@ def lay_out(
         first: whether this is the first pass, which does not read `top`.
         limit: M.
         kept_L: int64; the rows of each local expert that have room are added. None counts nothing.
+        no_room: int64, one number; the rows that have no room are added. Likewise.
         num_again: int64, one number; the rows that this pass overwrites are added. Likewise.
         max_need: int64, one number, raised to the second number of `top` afterwards. Likewise.
 
@@ -76,6 +78,7 @@ def lay_out(
         top,
         out,
         kept_L,
+        no_room,
         num_again,
         max_need,
         num_sources,
@@ -96,6 +99,7 @@ def _lay_out_kernel(
     top,
     out,
     kept_of,
+    no_room,
     num_again,
     max_need,
     num_sources,
@@ -143,6 +147,8 @@ def _lay_out_kernel(
         e = tl.arange(0, L_BLOCK)
         counted = tl.load(kept_of + e, mask=e < num_experts, other=0)
         tl.store(kept_of + e, counted + of_expert, mask=e < num_experts)
+    if no_room is not None:
+        tl.store(no_room, tl.load(no_room) + (total - num_rows).to(tl.int64))
     if num_again is not None:
         tl.store(num_again, tl.load(num_again) + (in_use - base).to(tl.int64))
     if max_need is not None:

@@ -44,12 +44,13 @@ def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
     rows = int(generator.integers(1, 200))
     store = reference.Store(rows)
     top = torch.tensor([90, 120, 30], dtype=torch.int32)  # Of a pass that broke off.
-    counted = {name: torch.zeros(1, dtype=torch.int64) for name in ("num_again", "max_need")}
+    names = "no_room", "num_again", "max_need"
+    counted = {name: torch.zeros(1, dtype=torch.int64) for name in names}
     counted["kept_L"] = torch.zeros(int(experts), dtype=torch.int64)
     need_before = 40 * seed  # Of other passes: sometimes more than this one needs.
     counted["max_need"].fill_(need_before)
     there_top, there = here(top.clone()), {name: here(v.clone()) for name, v in counted.items()}
-    total_L, passes = np.zeros(experts, int), []
+    total_L, asked, passes = np.zeros(experts, int), 0, []
     for layer in range(5):
         count_SL = generator.integers(0, generator.integers(1, 9), (sources, experts))
         level = store.keep(count_SL)
@@ -65,7 +66,9 @@ def test_the_rule_is_the_oracle_s_and_the_kernel_s(seed):
         assert found[1].item() == min(level, plain.NO_LEVEL)
         assert top.tolist() == [store.top, sum(store.asked_Y), store.low]
         total_L += kept_SL.sum(0)
+        asked += int(count_SL.sum())
         assert counted["kept_L"].tolist() == total_L.tolist()
+        assert counted["no_room"].item() == asked - total_L.sum()
         assert counted["max_need"].item() == max(need_before, store.need)
         assert counted["num_again"].item() == sum(store.again_Y)
         kernel = in_kernel.offsets, in_kernel.level, in_kernel.before
