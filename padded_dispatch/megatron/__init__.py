@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from padded_dispatch.megatron.installer import install, uninstall
     from padded_dispatch.megatron.layer import PaddedMoELayer, padded_spec
     from padded_dispatch.megatron.options import PaddedOptions
-    from padded_dispatch.megatron.retry import Retry
-    from padded_dispatch.megatron.telemetry import Telemetry
+    from padded_dispatch.megatron.record import Passes
+    from padded_dispatch.megatron.steps import StepHooks
 
 __all__ = [
     "IterationGraph",
     "LayerGraphs",
     "PaddedMoELayer",
     "PaddedOptions",
-    "Retry",
-    "Telemetry",
+    "Passes",
+    "StepHooks",
     "install",
     "megatron_on_cpu",
     "padded_spec",
@@ -40,8 +40,8 @@ _HOMES = {
     "LayerGraphs": "graphs",
     "PaddedMoELayer": "layer",
     "PaddedOptions": "options",
-    "Retry": "retry",
-    "Telemetry": "telemetry",
+    "Passes": "record",
+    "StepHooks": "steps",
     "install": "installer",
     "megatron_on_cpu": "cpu",
     "padded_spec": "layer",

@@ -40,8 +40,9 @@ FUSED_SWIGLU_CLAMPS = found("fusions.fused_bias_swiglu.clamped_swiglu") is not N
 # replay restores that flag, and only if the config has `gradient_accumulation_fusion`.
 LOCAL_GRAPHS_ADD_GRADIENTS = _IS_19
 
-# Megatron-LM's module with the training loop, which a script imports.
+# The modules with the training loops of Megatron-LM and Megatron-Bridge, which a script imports.
 MEGATRON_LM = "megatron.training.training"
+BRIDGE = "megatron.bridge.training.train"
 
 # Besides the MoE metrics, what Megatron logs: each helper has a dict of tensors, `tracker`.
 _LOGGED = (

@@ -405,8 +405,8 @@ class LayerConfigs:
         evaluation: the config of evaluation passes.
         fitting: the config of eager passes that drop nothing (`FIT`).
         has_context: whether the layer was last called with an `inference_context`.
-        has_telemetry: whether a `Telemetry` reads what this layer drops.
-        has_retry: whether a `Retry` repeats steps in which this layer drops.
+        has_hooks: whether `StepHooks` follow what this layer drops.
+        has_retry: whether they repeat steps in which this layer drops.
         router: the router of the layer; None before the layer has one.
 
     Args:
@@ -415,7 +415,7 @@ class LayerConfigs:
 
     def __init__(self, config: Any, **sizes: Any) -> None:
         self._config, self._sizes, self._options = config, sizes, padded_options(config)
-        self.has_telemetry = self.has_retry = self.has_context = False
+        self.has_hooks = self.has_retry = self.has_context = False
         self.router: Any = None
         self.find_factors(0)  # The layer has no number yet.
 
@@ -459,24 +459,25 @@ class LayerConfigs:
         """True while the layer is in training mode, and before it has a router."""
         return self.router is None or self.router.training
 
+    @property
+    def on_overflow(self) -> str:
+        """The option of this name."""
+        return self._options.on_overflow
+
     def check_on_overflow(self) -> None:
-        """Raise if `on_overflow` asks for an object that is missing.
+        """Raise if `on_overflow` asks for hooks that are missing.
 
         Raises:
             ValueError: names the option.
         """
-        if self._options.on_overflow == "error" and not self.has_telemetry:
+        has = {"error": self.has_hooks, "retry": self.has_retry}
+        if not has.get(self.on_overflow, True):
             raise ValueError(
-                "a training loop must have a Telemetry to follow on_overflow='error', got none; "
-                "make a padded_dispatch.megatron.Telemetry of the model before the first step and "
-                "call its step() after each one, or leave the option out"
-            )
-        if self._options.on_overflow == "retry" and not self.has_retry:
-            raise ValueError(
-                "a training loop must repeat steps with on_overflow='retry', got one without "
-                "padded_dispatch.megatron.Retry; wrap the forward-backward function in it. For "
-                "Megatron-LM's pretrain(), start the script with python -m "
-                "padded_dispatch.megatron.run, or call install() after it has imported pretrain"
+                f"a training loop must have StepHooks to follow on_overflow={self.on_overflow!r}, "
+                "got none; make padded_dispatch.megatron.StepHooks of the model before the first "
+                "step, call its after_step() after each one, and run the passes by its wrap(), or "
+                "leave the option out. pretrain() of Megatron-LM and of Megatron-Bridge has them, "
+                "if it is imported before the model's config is made"
             )
 
 

@@ -77,13 +77,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         counters, eval_counters: counts of passes in training mode, and in evaluation mode.
         observers: receivers of the router's selections in training passes, `counters` first. CUDA
             graphs capture the calls, so append before a capture.
-        see_pass: function that the router calls with the input of each training pass, before it
-            routes; None with CUDA graphs, whose `guard` sees the passes instead.
+        see_pass: function that the router calls in each training pass, before it routes; None with
+            CUDA graphs, whose `guard` sees the passes instead.
         kept_inputs: nodes of the combined schedule whose inputs Megatron must not free.
     """
 
     store: Store | None = None
-    see_pass: Callable[[Tensor], None] | None = None
+    see_pass: Callable[[], None] | None = None
     kept_inputs: tuple[str, ...] = ("moe_dispatch", "mlp")
     expert_SBK: Any = None
     place_SBK: Any = None

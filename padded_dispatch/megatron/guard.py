@@ -39,7 +39,7 @@ from megatron.core.transformer.cuda_graphs import (
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron import schedule, watch
+from padded_dispatch.megatron import drops, schedule
 from padded_dispatch.megatron.compat import (
     FREES_GRAPH_INPUTS,
     captures_iteration,
@@ -166,7 +166,7 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
         moe = layer.mlp
         padded = is_padded(moe)
         if padded:
-            _note_pass(layer, moe, args, kwargs)
+            _note_pass(layer, moe, kwargs)
         if not layer._should_call_local_cudagraph(*args, **kwargs):
             if padded and layer._should_call_te_cudagraph(*args, **kwargs):
                 guarded = _replay if layer.cuda_graphs else _capture
@@ -183,7 +183,7 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
     return guarded_call
 
 
-def _note_pass(layer: Any, moe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_pass(layer: Any, moe: Any, kwargs: dict[str, Any]) -> None:
     """Record the inputs of a padded layer's pass, eager or not; raise if no graph can be made."""
     impl = layer.config.cuda_graph_impl
     captures_part = impl == "local" and "moe" in str(graph_scopes(layer.config))
@@ -200,7 +200,7 @@ def _note_pass(layer: Any, moe: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if layer.training:
         schedule.check_packed(layer, kwargs.get("packed_seq_params"))
         schedule.note_mask(layer, kwargs.get("padding_mask"))
-        watch.see_pass(moe, _hidden_states(args, kwargs))
+        drops.see_pass(moe)
 
 
 def _capture(layer: Any, capture: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -294,9 +294,8 @@ def _wrap_iteration(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def seen_iteration(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         results = run(wrapper, *args, **kwargs)
-        # Not in the loader: reading counters is collective, and ranks without data do not load.
         if not kwargs["forward_only"] and wrapper.cuda_graph["training"] is not None:
-            watch.see_iteration(kwargs["model"])
+            drops.see_iteration(kwargs["model"])
         return results
 
     return seen_iteration

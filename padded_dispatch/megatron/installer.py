@@ -8,7 +8,7 @@ Three places in Megatron-Core check the names of dispatchers; configs with other
 - The type of the config field becomes the choices of `--moe-token-dispatcher-type`.
 
 The table in `padded_dispatch/megatron/README.md` lists all that `install` and layers wrap. If
-Megatron-LM's training loop is imported only after `install`, it is wrapped when a config is made.
+a training loop is imported only after `install`, it is wrapped when a config is made.
 """
 
 import functools
@@ -25,7 +25,7 @@ from padded_dispatch.megatron.bridge import keep_options
 from padded_dispatch.megatron.compat import captures_moe
 from padded_dispatch.megatron.config import NAME, check_config, take_over
 from padded_dispatch.megatron.layer import PaddedMoELayer, build
-from padded_dispatch.megatron.megatron_lm import follow_training
+from padded_dispatch.megatron.loops import follow_loops
 from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.megatron.stacked_linear import following_zeros
 from padded_dispatch.utils.logs import log_once
@@ -54,7 +54,7 @@ def install(options: PaddedOptions | None = None) -> None:
     PATCHED.wrap(MoELayer, "__init__", _wrap_init)
     PATCHED.wrap(_FIELD, "type", lambda names: Literal[(*get_args(names), NAME)])
     PATCHED.wrap(DistributedDataParallel, "zero_grad_buffer", following_zeros)
-    follow_training()
+    follow_loops()
 
 
 def uninstall() -> None:
@@ -106,7 +106,7 @@ def _wrap_post_init(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         take_over(self)
         check_config(self)
         guard.install(self)  # Also for a dense model with this name, which builds no MoE layer.
-        follow_training()
+        follow_loops()
         keep_options()
 
     return padded_post_init

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron import guard, watch
+from padded_dispatch.megatron import drops, guard
 from padded_dispatch.megatron.bridge import show_single_experts
 from padded_dispatch.megatron.config import check_config, check_experts, check_pipeline, take_over
 from padded_dispatch.megatron.cpu import check_device
@@ -80,7 +80,7 @@ def build(
     layer.token_dispatcher = dispatcher
     select_after_counting(layer.router, dispatcher, kwargs.get("name") or "")
     if config.cuda_graph_impl == "none":  # Else the guard calls it, also for replays.
-        dispatcher.see_pass = functools.partial(watch.see_pass, layer)
+        dispatcher.see_pass = functools.partial(drops.see_pass, layer)
 
 
 class _EqualsMoELayer(type(MoELayer)):

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from padded_dispatch.config import require
-from padded_dispatch.counters import counts_in
+from padded_dispatch.counters import counts_in, dropped_rows
 from padded_dispatch.megatron.compat import graph_scopes, logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import (
@@ -64,13 +64,20 @@ class Retry:
             `IterationGraph` or Megatron's FullCudaGraphWrapper.
         chunks: the model's chunks on this rank, in Megatron's DistributedDataParallel. Their
             options must have `on_overflow="retry"`.
+        counting: objects of the loop with numbers that forward steps add to.
 
     Raises:
         ValueError: if a setting cannot be combined with repeated steps; names it.
     """
 
-    def __init__(self, forward_backward_func: Callable[..., list[Any]], chunks: list[Any]) -> None:
+    def __init__(
+        self,
+        forward_backward_func: Callable[..., list[Any]],
+        chunks: list[Any],
+        counting: tuple[Any, ...] = (),
+    ) -> None:
         check_retry(chunks)
+        self._counting = counting
         self.forward_backward_func = forward_backward_func
         self.chunks = chunks
         self.num_steps = 0
@@ -95,7 +102,7 @@ class Retry:
         """
         if kwargs.get("forward_only"):
             return self.forward_backward_func(**kwargs)
-        start = _StepStart(self.chunks)
+        start = _StepStart(self.chunks, self._counting)
         dropped_before = self._dropped()
         recorded = record(kwargs["data_iterator"])
         results = self.forward_backward_func(**{**kwargs, "data_iterator": recorded})
@@ -125,10 +132,8 @@ class Retry:
         if not self._counters:
             return torch.zeros((), dtype=torch.int64, device=device_of(self.chunks))
         counts = counts_in(torch.stack([counters.totals for counters in self._counters]).sum(0))
-        dropped = counts["demand_E"].sum() + counts["num_unplaced"]
-        if self._layers[0].token_dispatcher.counts_kept:
-            dropped -= counts["kept_E"].sum()
-        return dropped
+        in_cells = self._layers[0].token_dispatcher.configs.training.capacity_pool == "expert"
+        return dropped_rows(counts, in_cells=in_cells) + counts["num_unplaced"]
 
     def _dropped_since(self, before: Tensor) -> int:
         """Return the rows that all ranks have dropped since `before`; waits for the device.
@@ -212,8 +217,9 @@ def check_retry(chunks: list[Any]) -> None:
 class _StepStart:
     """The state of this rank and of its chunks of the model, before a step."""
 
-    def __init__(self, chunks: list[Any]) -> None:
+    def __init__(self, chunks: list[Any], counting: tuple[Any, ...]) -> None:
         self._chunks = chunks
+        self._numbers = [(one, _numbers_of(one)) for one in counting]
         self._random = RandomStates()
         self._counts = Copies(t for chunk in chunks for t in counting_tensors(chunk.module))
         self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
@@ -234,7 +240,14 @@ class _StepStart:
         put_logged_back(self._logged)
         for attention, max_logits in self._max_logits:
             attention.current_max_attn_logits = max_logits
+        for one, numbers in self._numbers:
+            vars(one).update(numbers)
         self._random.restore()
+
+
+def _numbers_of(thing: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are numbers."""
+    return {name: value for name, value in vars(thing).items() if type(value) in (int, float, bool)}
 
 
 @contextmanager

@@ -90,7 +90,7 @@ class SelectAfterCounting(TopKRouter):
             # Further values with which one rank would raise later, with its peers in the exchange.
             (
                 *self._settings,
-                ("layer has a Telemetry", configs.has_telemetry),
+                ("layer has StepHooks", configs.has_hooks),
                 ("layer has a Retry", configs.has_retry),
                 ("padding_mask has an entry for each token", mask_fits),
                 ("padding_mask is given", captures and padding_mask is not None),
@@ -105,7 +105,7 @@ class SelectAfterCounting(TopKRouter):
             training=int(self.training),
         )
         if self.training and self.dispatcher.see_pass is not None:
-            self.dispatcher.see_pass(input)
+            self.dispatcher.see_pass()
         require(
             mask_fits,
             "padding_mask.shape",

@@ -29,7 +29,7 @@ from torch import Tensor
 from padded_dispatch.config import require
 from padded_dispatch.megatron.compat import MTP_HAS_MASKS, captures
 from padded_dispatch.megatron.dispatcher import is_padded
-from padded_dispatch.megatron.watch import see_pass
+from padded_dispatch.megatron.drops import see_pass
 from padded_dispatch.utils.patches import Patches
 
 # Masks that the next capture of a layer reads, and those that its present graphs read.
@@ -205,7 +205,7 @@ def _run_with_mask(
 
     check_packed(layer, node.chunk_state.packed_seq_params)
     if moe.training and layer.config.cuda_graph_impl != "none":
-        see_pass(moe, args[0])
+        see_pass(moe)
     with Patches() as patches:
         patches.set(moe, "route", route_with_mask)
         if getattr(layer, "cuda_graphs", None):

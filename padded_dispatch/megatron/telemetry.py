@@ -1,21 +1,20 @@
-"""Read the counters of a model's padded layers every few steps, without stalling a step.
+"""Read the counters of padded layers, without stalling a step.
 
-A read is enqueued on the training stream, between two steps: the layers' totals are summed over all
-ranks and copied to pinned memory. The host looks at the copy one step later, when it has long
-arrived, so all ranks get the same figures at the same step. Totals are not zeroed: the host takes
-differences, which are right even if a total wraps around. Only the largest need is zeroed.
+A read is enqueued on the training stream: the layers' totals are summed over groups of ranks, or
+over none, and copied to pinned memory. The host looks at the copy once it has arrived. Totals are
+not zeroed: the host takes differences, which are right even if a total wraps around. Only the
+largest need is zeroed.
 
 Every rank counts the tokens that it routes, and, with a store, the rows that it receives and keeps.
 Without sequence parallelism, tensor-parallel peers route the same tokens, and only the first of
 them is counted. A layer is on one pipeline stage only; ranks of other stages add zeros for it.
 
-`on_overflow` is applied here: a reading with drops is logged, or ends the run. Without a
-`Telemetry`, `watch` logs drops.
+`StepHooks` reads for all ranks once every few steps; `Drops` reads for one rank alone, in loops
+that have no `StepHooks`.
 
 Letters: Y layers of the whole model, W totals of a layer.
 """
 
-import dataclasses
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,12 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig, in_hundredths, require
+from padded_dispatch.config import DispatchConfig, in_hundredths
 from padded_dispatch.counters import Ints, Snapshot, counts_in
-from padded_dispatch.exchange.mirror import differing
 from padded_dispatch.megatron.compat import number_in_model
 from padded_dispatch.megatron.config import padded_options
-from padded_dispatch.megatron.dispatcher import device_of, is_padded, require_chunks
+from padded_dispatch.megatron.dispatcher import is_padded
 from padded_dispatch.megatron.options import PaddedOptions
 
 _log = logging.getLogger("padded_dispatch")
@@ -54,7 +52,7 @@ def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float
     evaluation. A phase in which no pass ran has no figures.
 
     Args:
-        snapshots: the result of `Telemetry.step` or `Telemetry.read`.
+        snapshots: those that `StepHooks` returns.
         per_layer: also return `moe/dropped_layer_0` and so on; layers count from 0, as Megatron's.
     """
     found = {}
@@ -68,13 +66,13 @@ def scalars(snapshots: Snapshots, *, per_layer: bool = False) -> dict[str, float
     return found
 
 
-def overflow_words(snapshots: Snapshots, settings: "LayerSettings") -> str:
-    """Return a sentence: what the worst layer dropped, and the factor that would drop nothing."""
-    training, first = snapshots.training, snapshots.step - snapshots.num_steps + 1
+def overflow_words(training: Snapshot, when: str, settings: "LayerSettings") -> str:
+    """Return a sentence: what the worst layer dropped, and the factor that would drop nothing.
+
+    `when`: the time and place of the snapshot, such as "at step 3".
+    """
     shares_Y = np.nan_to_num(training.dropped_share)
     worst = int(shares_Y.argmax())
-    several = snapshots.num_steps > 1
-    when = f"in steps {first} to {snapshots.step}" if several else f"at step {snapshots.step}"
     needed = np.nan_to_num(training.needed_factor).max()
     factor = in_hundredths(needed)
     more = " without layer_factors" if settings.options.layer_factors else ""
@@ -86,102 +84,6 @@ def overflow_words(snapshots: Snapshots, settings: "LayerSettings") -> str:
         f"moe_expert_capacity_factor={factor:g}{more} would have held all layers: set it, "
         f"{pool}on_overflow='retry'"
     )
-
-
-class Telemetry:
-    """Reader of the counters of all padded layers of a model. All ranks must call all methods.
-
-    `step` and `read` warn of drops in training, or raise on all ranks if `on_overflow` is "error"
-    and a layer has dropped more than `overflow_threshold`. A loop that prints the figures before an
-    error ends it calls `take`, then `follow`.
-
-    Args:
-        chunks: the model's chunks on this rank.
-        every: steps between two reads. The first step is read by itself.
-        step: steps done already.
-
-    Attributes:
-        settings: those of the model's first padded layer, which another rank may have.
-
-    Raises:
-        ValueError: if `chunks` is no list of modules, no rank has a layer with the padded
-            dispatcher, `layer_factors` names a layer without it, `every` is below 1, or ranks
-            differ in an argument or in an option.
-    """
-
-    def __init__(self, chunks: list[Any], *, every: int = 10, step: int = 0) -> None:
-        require_chunks(chunks)
-        require(every >= 1, "every", every, "be at least 1")
-        local = padded_moe_layers(chunks)
-        self._every, self._first, self._step = every, step + 1, step
-        local_settings = {number: LayerSettings.of(layer) for number, layer in local.items()}
-        arguments = {"every": every, "step": step}
-        for one in local_settings.values():
-            arguments |= dataclasses.asdict(one.options)
-        given: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(given, (arguments, local_settings))
-        # Replicas and stages of a pipeline, too, must make the same calls, and do the same after.
-        for name in dict.fromkeys(name for of_rank, _ in given for name in of_rank):
-            values = {rank: one[name] for rank, (one, _) in enumerate(given) if name in one}
-            if shown := differing(values):
-                raise ValueError(
-                    f"{name} must be the same on all ranks, got {shown}; set one of these values"
-                )
-        merged = {number: value for _, part in given for number, value in part.items()}
-        settings = {number: merged[number] for number in sorted(merged)}
-        if not settings:
-            raise ValueError(
-                "chunks must have a layer with moe_token_dispatcher_type='padded_alltoall', got "
-                "none on any rank; set it in the config, or build the model with padded_spec"
-            )
-        self.layers: tuple[int, ...] = tuple(settings)
-        factors = settings[self.layers[0]].options.layer_factors
-        for number, factor in factors.items():
-            # The config of a hybrid stack does not show which layers have experts. Its layers that
-            # predict different tokens share a number, and so a factor.
-            applies = number in settings and settings[number].config.capacity_factor == factor
-            rule = f"name layers with experts, {self.layers}, by Megatron's numbers"
-            require(applies, "layer_factors", factors, rule, f"leave out layer {number}")
-        logs, device = dist.get_rank() == 0, device_of(chunks)
-        self._reader = Reader(local, settings, [None], device, logs=logs)
-        self.settings = self._reader.settings
-        for layer in local.values():
-            layer.token_dispatcher.configs.has_telemetry = True
-        self._reader.finish(self._reader.start(step))
-        self._pending: Copy | None = None
-
-    def step(self) -> Snapshots | None:
-        """Count one training step, and start or finish a read. Call it after each step.
-
-        Returns:
-            Snapshots in the step after the one that started a read; otherwise None.
-        """
-        self._step += 1
-        finished = None if self._pending is None else self.follow(self.take())
-        if self._step % self._every == 0 or self._step == self._first:
-            self._pending = self._reader.start(self._step)
-        return finished
-
-    def read(self) -> Snapshots:
-        """Return snapshots of everything since the last ones, now; waits for the device."""
-        return self.follow(self.take(now=True))
-
-    def take(self, *, now: bool = False) -> Snapshots:
-        """Return snapshots of the pending read, else of a new one; waits until it has arrived.
-
-        It costs nothing where the host waits for the device anyway. `now`: always start a new read.
-        """
-        copy, self._pending = self._pending, None
-        if now and copy is not None:
-            # New sums include the pending ones. The largest needs do not: they have been zeroed.
-            self._reader.take_largest(copy)
-            copy = None
-        return self._reader.finish(copy or self._reader.start(self._step))
-
-    def follow(self, snapshots: Snapshots) -> Snapshots:
-        """Apply `on_overflow` to snapshots that `take` returned, and return them."""
-        self._reader.follow(snapshots)
-        return snapshots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,8 +159,8 @@ class Reader:
         dispatcher, totals = self._dispatchers[0], totals.view(2, -1, self.settings.num_totals)
         counts = counts_in(totals)
         if not dispatcher.counts_kept:
-            counts["kept_E"].zero_()
-            counts["num_again"].zero_()
+            for name in ("kept_E", "no_room", "num_again"):
+                counts[name].zero_()
         # Count tokens once: no other rank routes them, or this rank is the first that does. With a
         # store count all sources, because its room is for the rows of all.
         shares_room = bool(self.settings.shares_per_token)
@@ -285,14 +187,14 @@ class Reader:
             copy.arrived.synchronize()
         self._largest = np.maximum(self._largest, copy.largest.numpy())
 
-    def follow(self, snapshots: Snapshots) -> None:
-        """Raise, or warn of the 1st, 2nd, 4th ... snapshots that dropped, as `on_overflow` says."""
-        shares_Y = np.nan_to_num(snapshots.training.dropped_share)
+    def follow(self, training: Snapshot, when: str) -> None:
+        """Raise, or warn of the 1st, 2nd, 4th ... snapshot that dropped, as `on_overflow` says."""
+        shares_Y = np.nan_to_num(training.dropped_share)
         options = self.settings.options
         threshold = options.overflow_threshold
         if options.on_overflow == "retry" or not (shares_Y > threshold).any():
             return
-        words = overflow_words(snapshots, self.settings)
+        words = overflow_words(training, when, self.settings)
         if options.on_overflow == "error":
             raise RuntimeError(
                 f"on_overflow='error': {words}, or raise overflow_threshold={threshold:g}"

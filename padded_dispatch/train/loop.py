@@ -1,9 +1,9 @@
 """The training loop of one worker: process groups, steps, lines of progress, evaluations.
 
 Micro-batches go through the model by Megatron's schedules (`get_forward_backward_func`): without a
-pipeline, with one, and interleaved. With `on_overflow="retry"` a step that dropped rows runs twice
-(`padded_dispatch.megatron.retry`). A trace (`--trace`) holds the routers' choices, one file per
-rank, for `padded-dispatch tune`.
+pipeline, with one, and interleaved. `StepHooks` do the rest of what the options of the padded
+dispatcher ask for: with `on_overflow="retry"` a step that dropped rows runs twice, and a trace
+(`--trace`) holds the routers' choices, one file per rank, for `padded-dispatch tune`.
 """
 
 import math
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -32,10 +31,8 @@ from torch.distributed import distributed_c10d
 
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
-from padded_dispatch.megatron.megatron_lm import record_routing
-from padded_dispatch.megatron.retry import Retry
-from padded_dispatch.megatron.telemetry import Telemetry
-from padded_dispatch.recorder import TraceRecorder
+from padded_dispatch.megatron.record import Passes
+from padded_dispatch.megatron.steps import StepHooks
 from padded_dispatch.train.data import Windows, load_corpus
 from padded_dispatch.train.metrics import Meter, Row, Step, means_over_ranks, record_event
 from padded_dispatch.train.model import (
@@ -81,7 +78,6 @@ class Trainer:
         self.text = Windows(text, recipe.seq_length, recipe.seed)
         self.held_out = Windows(held_out, recipe.seq_length, 0)
         self.graphs: IterationGraph | LayerGraphs | None = None
-        self.retry: Retry | None = None
         self.schedule: Callable[..., list[Any]] = get_forward_backward_func()
         if settings.output.graph == "full-iteration":
             self.graphs = self.schedule = IterationGraph(config)
@@ -89,13 +85,27 @@ class Trainer:
             sizes = {"seq_length": recipe.seq_length, "micro_batch": recipe.micro_batch}
             # A capture clears the gradients of the optimizer.
             self.graphs = LayerGraphs(self.chunks, optimizers=(self.optimizer,), **sizes)
-        if settings.dispatch.padded.on_overflow == "retry":
-            self.schedule = self.retry = Retry(self.schedule, self.chunks)
+        self.hooks: StepHooks | None = None
+
+    def follow_steps(self) -> None:
+        """Warn of drops, raise, repeat steps, or record them, as the options say."""
+        settings, recipe = self.settings, self.settings.recipe
+        if settings.dispatch.dispatcher != "padded_alltoall":
+            return
+        passes = Passes(
+            num_microbatches=settings.num_microbatches,
+            # Sequence parallelism splits the tokens.
+            num_tokens=recipe.micro_batch * recipe.seq_length // settings.layout.tp,
+            num_steps=settings.output.steps,
+        )
+        self.hooks = StepHooks(self.chunks, every=settings.output.log_every, passes=passes)
+        self.schedule = self.hooks.wrap(self.schedule)
 
     def step(self, number: int) -> Step:
         """Run step 1, 2, ...: forward, backward and an update of the weights."""
         settings = self.settings
-        num_before = self.retry.num_retried if self.retry else 0
+        retry = self.hooks.retry if self.hooks else None
+        num_before = retry.num_retried if retry else 0
         if isinstance(self.graphs, LayerGraphs) and number == EAGER_STEPS + 1:
             self.graphs.capture()  # An iteration graph captures by itself.
         host_start, start = time.perf_counter(), record_event()
@@ -109,7 +119,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        retried = self.retry.num_retried > num_before if self.retry else None
+        retried = retry.num_retried > num_before if retry else None
         done = record_event()
         return Step(losses=losses, lr=lr, retried=retried, start=start, done=done, host_ms=host_ms)
 
@@ -192,49 +202,27 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _run(trainer: Trainer, meter: Meter, outcome: Outcome, cleanup: ExitStack) -> None:
-    settings, output = trainer.settings, trainer.settings.output
-    is_padded = settings.dispatch.dispatcher == "padded_alltoall"
-    # It warns of drops, or raises, as `on_overflow` says.
-    telemetry = Telemetry(trainer.chunks, every=output.log_every) if is_padded else None
-    recorder = _recorder(trainer)
-    if recorder:
-        cleanup.callback(recorder.close)  # Also after a step that ends the run.
+    trainer.follow_steps()
+    output, hooks = trainer.settings.output, trainer.hooks
+    if hooks and hooks.recorder:
+        cleanup.callback(hooks.recorder.close)  # Also after a step that ends the run.
     for number in range(1, output.steps + 1):
         meter.add(trainer.step(number))
-        if recorder:
-            recorder.step(number)
-        if telemetry:
-            telemetry.step()
+        if hooks:
+            hooks.after_step()
         is_last = number == output.steps
         if number == 1 or is_last or number % output.log_every == 0:
             row = meter.read()
-            snapshots = telemetry.take() if telemetry else None
+            snapshots = hooks.take() if hooks else None
             if snapshots:
                 row = replace(row, dropped=snapshots.training.figures().get("dropped"))
             outcome.rows.append(row)
             show(row.line(output.steps))
-            if telemetry and snapshots:
-                telemetry.follow(snapshots)  # It may end the run.
+            if hooks and snapshots:
+                hooks.follow(snapshots)  # It may end the run.
         if output.eval_every and (is_last or number % output.eval_every == 0):
             loss = outcome.evaluations[number] = trainer.evaluate()
             show(f"step {number} | held-out loss {loss:.4f}")
-
-
-def _recorder(trainer: Trainer) -> TraceRecorder | None:
-    """Attach a recorder to all padded layers of this rank, before graphs are captured."""
-    settings, folder = trainer.settings, trainer.settings.dispatch.padded.trace
-    if folder is None:
-        return None
-    return record_routing(
-        trainer.chunks,
-        Path(folder),
-        num_microbatches=settings.num_microbatches,
-        # Sequence parallelism splits the tokens.
-        num_tokens=settings.recipe.micro_batch * settings.recipe.seq_length // settings.layout.tp,
-        every=1,
-        steps_done=0,
-        num_steps=settings.output.steps,
-    )
 
 
 def _forward(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:

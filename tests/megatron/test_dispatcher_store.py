@@ -16,7 +16,6 @@ from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.experts import store
 from padded_dispatch.megatron import dispatcher
 from padded_dispatch.megatron.stacked_linear import StackedLinear, following_zeros
-from padded_dispatch.megatron.watch import Watch
 from tests.support import tiny
 from tests.support.parity import megatron
 from tests.support.tiny import tokens
@@ -114,7 +113,7 @@ def test_a_layer_may_run_several_times_in_a_pass():
     found = {}
     for pool in ("store", "expert"):
         decoder, repeated = chain(2, 1.0 if pool == "store" else None, pool, **settings)
-        decoder.token_dispatcher.configs.has_telemetry = True  # Nothing resets the counters.
+        decoder.token_dispatcher.configs.has_hooks = True  # Nothing resets the counters.
         given = tokens(9).requires_grad_()
         through([decoder, repeated, repeated, repeated], given).square().sum().backward()
         found[pool] = [given.grad, *grads([decoder, repeated])]
@@ -275,8 +274,7 @@ def _over_two_ranks(work: Callable[..., Any], *args: Any) -> Any:
 
 def _counts_of_a_pass(factor: float) -> dict[str, Any]:
     made = layer("store", factor, moe_router_topk=1, moe_router_pre_softmax=True)
-    with patch.object(Watch, "end_step"):  # It would zero the largest need.
-        made(tokens(15).requires_grad_())[0].sum().backward()
+    made(tokens(15).requires_grad_())[0].sum().backward()
     counters = made.token_dispatcher.counters
     names = ("demand_E", "kept_E", "num_again", "num_unplaced", "max_need")
     assert made.token_dispatcher.shares_per_token == 1

@@ -136,11 +136,11 @@ def test_a_batch_that_gains_or_loses_its_mask_is_refused(uninstalled, monkeypatc
 
 
 def test_the_replay_of_a_step_is_seen_on_ranks_without_data(uninstalled, monkeypatch):
-    """Reading a step is collective, and of tensor-parallel ranks the first may read the data."""
+    """Of tensor-parallel ranks, the first alone may read the data."""
     seen = []
     graph = SimpleNamespace(replay=lambda: seen.append("replay"))
     graphs = {"training": None, "validation": graph}
-    monkeypatch.setattr(guard.watch, "see_iteration", lambda model: seen.append("step"))
+    monkeypatch.setattr(guard.drops, "see_iteration", lambda model: seen.append("step"))
     monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", graphs)
     for name in ("curr_iteration", "result"):
         monkeypatch.setattr(FullCudaGraphWrapper, name, {"training": 0, "validation": 0})

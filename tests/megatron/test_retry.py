@@ -23,10 +23,11 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer.module import GraphableMegatronModule
 
 from padded_dispatch.config import NO_DROP
-from padded_dispatch.megatron import PaddedOptions, Retry, Telemetry, compat, retry
+from padded_dispatch.megatron import PaddedOptions, StepHooks, compat, retry
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.dispatcher import device_of
 from padded_dispatch.megatron.retry import (
+    Retry,
     dropping_nothing,
     generator_states,
     record,
@@ -34,7 +35,7 @@ from padded_dispatch.megatron.retry import (
     set_generators,
     without_graphs,
 )
-from tests.megatron.test_telemetry import model
+from tests.megatron.test_steps import model
 from tests.support import tiny
 from tests.support.training import RETRIED, Training, differing_names, ways_agree, world
 
@@ -58,7 +59,7 @@ def test_a_layer_in_evaluation_inside_a_step_counts_and_logs_show_what_was_dropp
             dict(training.moe)[2].eval()
         with dropping_nothing([layer for _, layer in never.moe]):
             wanted = never.step(0)
-        read = Telemetry(retried.chunks).read
+        read = StepHooks(retried.chunks).read
         assert differing_names(wanted, retried.step(0)) == []
         assert retried.retry.num_retried == 1
         found = read()
@@ -145,7 +146,9 @@ def test_a_stage_may_have_no_experts_and_no_parameters(alone):
 
 
 def test_a_loop_without_retry_is_refused():
-    words = r"got one without padded_dispatch.megatron.Retry; wrap"
+    words = (
+        r"have StepHooks to follow on_overflow='retry', got none; make .* passes by its wrap\(\)"
+    )
     with tiny.one_process():
         chunk = model(1, on_overflow="retry")
         with pytest.raises(ValueError, match=words):

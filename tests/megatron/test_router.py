@@ -95,10 +95,10 @@ def _disagreements() -> dict[str, str]:
         with torch.set_grad_enabled(not other):
             differ("gradients are enabled is True on rank 0, False on rank 1", made())
         controlled = made()
-        controlled.dispatcher.configs.has_telemetry = other
-        differ("layer has a Telemetry is False on rank 0, True on rank 1", controlled)
+        controlled.dispatcher.configs.has_hooks = other
+        differ("layer has StepHooks is False on rank 0, True on rank 1", controlled)
         controlled.dispatcher.configs.has_retry = not other
-        controlled.dispatcher.configs.has_telemetry = True
+        controlled.dispatcher.configs.has_hooks = True
         differ("layer has a Retry is True on rank 0, False on rank 1", controlled)
         mask = torch.zeros(1, T - other, dtype=torch.bool)
         words = "padding_mask has an entry for each token is True on rank 0, False on rank 1"

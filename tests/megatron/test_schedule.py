@@ -132,7 +132,7 @@ def test_packed_sequences_in_the_combined_schedule(megatron, monkeypatch, scope,
     if scope == "moe_router":
         is_routed = predicts | ~mask_BS.T.flatten()
         assert torch.equal(node.submodule(node, hidden)[1].any(1), is_routed)
-        assert layer.mlp.token_dispatcher.watch.layers == [layer.mlp]
+        assert layer.mlp.token_dispatcher.drops.layers == [layer.mlp]
     else:
         with pytest.raises(ValueError, match="packed_seq_params must be None where a CUDA graph"):
             node.submodule(node, hidden)

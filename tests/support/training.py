@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import cuda_graphs, transformer_config
 from torch import Tensor
 
-from padded_dispatch.megatron import LayerGraphs, Retry
+from padded_dispatch.megatron import LayerGraphs, StepHooks
 from padded_dispatch.megatron.compat import (
     iteration_graph,
     layer_graphs,
@@ -46,8 +46,8 @@ from padded_dispatch.megatron.compat import (
 )
 from padded_dispatch.megatron.graphs import IterationGraph, release
 from padded_dispatch.megatron.guard import forget_iterations
-from padded_dispatch.megatron.retry import RandomStates, without_graphs
-from padded_dispatch.megatron.telemetry import Telemetry, padded_moe_layers
+from padded_dispatch.megatron.retry import RandomStates, Retry, without_graphs
+from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.utils.patches import Patches
 from tests.support import tiny
 from tests.support.gpt import (
@@ -222,14 +222,14 @@ def replays_do_not_wait(model: Model) -> list[str]:
     """Train while calls that wait for the GPU raise in replays; profile five steps."""
     with world(model):
         training = Training(model)
-        telemetry, reads = Telemetry(training.chunks, every=7), 0
+        hooks, reads = StepHooks(training.chunks, every=7), 0
         for number in range(model.steps):
             if number == EAGER_STEPS:
                 training.capture()
                 torch.cuda.set_sync_debug_mode("error")
             replays = number >= EAGER_STEPS
             training.step(number, outside=_waiting_allowed if replays else nullcontext)
-            reads += telemetry.step() is not None
+            reads += hooks.after_step() is not None
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -243,7 +243,7 @@ def replays_do_not_wait(model: Model) -> list[str]:
         training.end()
     broken = [f"{n} x {name} in 5 steps" for name, n in counts.items() if "DtoH" in name]
     if not reads:
-        broken.append("telemetry read nothing")
+        broken.append("the hooks read nothing")
     if not any("GraphLaunch" in name for name in counts):
         broken.append("the profiler saw no launch of a graph")
     return broken

@@ -1,4 +1,4 @@
-"""Megatron-LM's loop is followed: retries, figures of a line, traces; for our models only."""
+"""Loops are followed: retries, figures of a line, traces; for our models only."""
 
 import dataclasses
 import functools
@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 from padded_dispatch import recorder as recorders
-from padded_dispatch.megatron import PaddedOptions, Retry, install, megatron_lm, uninstall
-from padded_dispatch.megatron.megatron_lm import record_routing
-from padded_dispatch.megatron.retry import dropping_nothing
+from padded_dispatch.megatron import PaddedOptions, Passes, install, loops, record, steps, uninstall
+from padded_dispatch.megatron.record import record_routing
+from padded_dispatch.megatron.retry import Retry, dropping_nothing
 from padded_dispatch.megatron.stacked_linear import has_own_weights
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from padded_dispatch.utils.logs import log_once
-from tests.megatron.test_telemetry import T, model, watch
+from tests.megatron.test_steps import T, model, watch
 from tests.support import parity, tiny
 from tests.support.pool import WorkerError
 from tests.support.training import RETRIED, Training, draws, forward, world
@@ -152,7 +152,7 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
 
 
 CASE = dataclasses.replace(RETRIED, microbatches=2)
-NAMES = "train_step", "training_log", "checkpoint_and_decide_exit"
+NAMES = "train_step", "training_log"
 FIGURES = ["moe/dropped", "moe/fill", "moe/needed_factor", "moe/expert_overload"]
 
 
@@ -180,6 +180,7 @@ def train(loop: Any, training: Training | None = None, **options: Any) -> Traini
 def test_steps_are_repeated_and_retries_shown(loop):
     stock = [getattr(loop, name) for name in NAMES]
     install(PaddedOptions(on_overflow="retry"))
+    loop.get_args().train_iters = 20
     training = Training(CASE, on_overflow="retry")
     for number in (7, 8):
         step(loop, training, number)
@@ -252,7 +253,7 @@ def test_other_models_train_as_before(loop, monkeypatch, kind):
     else:
         training.config.num_moe_experts = None
         training.schedule = lambda **given: []
-    monkeypatch.setattr("padded_dispatch.megatron.megatron_lm._Run", None)  # Would raise.
+    monkeypatch.setattr("padded_dispatch.megatron.loops._Run", None)  # Would raise.
     step(loop, training)
     loop.training_log({}, {}, 2, 0)
     assert loop.calls == [training.schedule] and loop.lines == [(2, {})]
@@ -269,12 +270,11 @@ def _follows(rank_of_layers: int | None, rank_of_others: int | None = None) -> b
     else:  # An encoder, for example.
         config.num_moe_experts = None
     with (
-        patch.object(megatron_lm, "_Run", lambda *given, **named: True),
-        patch.object(
-            megatron_lm, "has_own_weights", lambda *given: dist.get_rank() != rank_of_others
-        ),
+        patch.object(loops, "_Run", lambda *given, **named: True),
+        patch.object(loops, "has_own_weights", lambda *given: dist.get_rank() != rank_of_others),
     ):
-        return bool(megatron_lm._Loop(None)._run_of([SimpleNamespace(config=config)], None, 0))
+        loop = loops._Loop(lambda arguments: None)  # pyright: ignore
+        return bool(loop._run_of([SimpleNamespace(config=config)], None, None))  # pyright: ignore
 
 
 def test_a_stage_without_layers_follows_those_that_have_some(pool2):
@@ -294,15 +294,23 @@ def test_all_ranks_refuse_an_optimizer_that_one_finds_wrong(pool2):
 def _refused_on_stages(folder: Path) -> list[str]:
     """Return the errors of a stage with a layer, or without one, of a pipeline of two."""
     words, sizes = [], {"num_layers": 2, "pipeline_model_parallel_size": 2}
-    args = SimpleNamespace(save_activations_interval=10, log_interval=2)
-    steps: Any = {"num_microbatches": 1, "every": 1, "steps_done": 0, "num_steps": 3}
-    with parity.megatron("cpu", pipeline_model_parallel_size=2):
+    args = SimpleNamespace(save_activations_interval=10)
+    sizes_of_steps: Any = {"steps_done": 0, "num_steps": 3, "left_out": [], "exit_interval": None}
+    writers: Any = {"tensorboard": None, "wandb": None, "per_layer": False}
+    settings = loops._Settings(
+        **sizes_of_steps, **writers, log_interval=2, batch_tokens=T, flags=args
+    )
+    passes = Passes(num_microbatches=1, num_tokens=T, num_steps=3)
+    with (
+        parity.megatron("cpu", pipeline_model_parallel_size=2),
+        patch.object(loops, "get_num_microbatches", lambda: 1),
+    ):
         layer = model(2, experts="packed", pipeline_dtype=torch.float32, **sizes)
         chunks = [dense(layer.config) if dist.get_rank() == 0 else layer]
         chunks[0].config.mlp_chunks_for_training = 2
         for start in (
-            lambda: megatron_lm._Run(SimpleNamespace(get_args=lambda: args), chunks, step=0),
-            lambda: record_routing(chunks, folder, num_tokens=T, **steps),
+            lambda: loops._Run(chunks, settings),
+            lambda: record_routing(chunks, folder, passes, steps_done=0),
         ):
             with pytest.raises(ValueError) as error:
                 start()
@@ -335,7 +343,7 @@ def test_a_loop_that_is_imported_later_is_followed_once_a_config_is_made(loop, m
     log_once.cache_clear()
     install()
     assert not any(hasattr(loop, name) for name in NAMES)
-    lost = "some figures, retries or traces are missing in Megatron-LM's loop, because it has no "
+    lost = "some figures, retries or traces are missing in a training loop, because it has no "
     assert [text for text in caplog.messages if text.startswith("some figures")] == [
         f"{lost}{MODULE}.{name}" for name in NAMES
     ]
@@ -408,7 +416,7 @@ def evaluate(training: Training) -> None:
         chunk.train()
 
 
-def test_evaluation_behind_the_last_line_is_written(loop):
+def test_evaluation_behind_a_line_is_written_with_the_next(loop):
     training, log = Training(CASE), loop.training_log
 
     def log_and_evaluate(*args: Any, **kwargs: Any) -> None:
@@ -418,8 +426,8 @@ def test_evaluation_behind_the_last_line_is_written(loop):
     with patch.object(loop, "training_log", log_and_evaluate):
         train(loop, training)
     scalars = loop.tensorboard.scalars
-    steps = [step for step, _ in scalars["moe/dropped"]]
-    assert [step for step, _ in scalars["moe-held-out/dropped"]] == [*steps[1:], steps[-1]]
+    lines = [step for step, _ in scalars["moe/dropped"]]
+    assert [step for step, _ in scalars["moe-held-out/dropped"]] == lines[1:]
 
 
 def test_evaluation_does_not_mix_with_training(loop):
@@ -480,30 +488,31 @@ def dense(config: Any = None) -> nn.Module:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_resumed_run_shares_its_file_out_to_the_steps_that_are_left(tmp_path, caplog, rank):
     """Rank 0 says it, also as a stage without a layer to record, where other ranks have them."""
-    sizes = dict(num_microbatches=1, num_tokens=T, every=1, steps_done=96, num_steps=100)
+    passes = Passes(num_microbatches=1, num_tokens=T, num_steps=100)
     with tiny.one_process():
         of_step = record_bytes(T, model(1).config.moe_router_topk) + HEADER_BYTES
         for number, every in ((4, 1), (2, 2)):
             with patch.object(recorders, "MAX_BYTES", number * of_step):
-                recorder = record_routing([model(1)], tmp_path, **sizes)
-                assert recorder.every == every
+                recorder = record_routing([model(1)], tmp_path, passes, steps_done=96)
+                assert recorder is not None and recorder.every == every
                 caplog.clear()
                 log_once.cache_clear()
-                with patch.object(megatron_lm.dist, "get_rank", lambda: rank):
-                    assert record_routing([dense()], tmp_path, **sizes) is None
+                with patch.object(record.dist, "get_rank", lambda: rank):
+                    stage = record_routing([dense()], tmp_path, passes, steps_done=96)
+                    assert stage is None
             said = any("one step in 2 is traced" in line for line in caplog.messages)
             assert said == (every == 2 and rank == 0)
 
 
 def test_a_resumed_run_of_fewer_ranks_leaves_no_file_of_steps_that_it_repeats(tmp_path):
-    sizes = dict(num_microbatches=1, num_tokens=T, every=1, steps_done=4, num_steps=9)
+    passes = Passes(num_microbatches=1, num_tokens=T, num_steps=9)
     for rank in (0, 1):
         for steps_done in (0, 4, 8):
             (tmp_path / f"rank-{rank:05d}-step-{steps_done:08d}.npy").touch()
     others = "rank-00000-step-00000008 (1).npy"  # Not a name of ours.
     (tmp_path / others).touch()
     with tiny.one_process():
-        record_routing([model(1)], tmp_path, **sizes)
+        record_routing([model(1)], tmp_path, passes, steps_done=4)
     kept = {path.name for path in tmp_path.iterdir()}
     assert kept == {others, *(f"rank-{rank:05d}-step-00000000.npy" for rank in (0, 1))}
 
@@ -513,8 +522,8 @@ def test_a_trace_says_once_that_steps_have_got_more_micro_batches(
     loop, tmp_path, caplog, monkeypatch, has_layers
 ):
     if not has_layers:
-        monkeypatch.setattr(megatron_lm, "record_routing", lambda *args, **sizes: None)
-    with patch.object(megatron_lm, "get_num_microbatches", lambda: 1 + len(loop.calls)):
+        monkeypatch.setattr(steps, "record_routing", lambda *args, **sizes: None)
+    with patch.object(loops, "get_num_microbatches", lambda: 1 + len(loop.calls)):
         train(loop, trace=str(tmp_path))
     words = "the trace has the last 1 micro-batches of each step, as many as its first step had"
     assert caplog.messages.count(words) == 1
@@ -567,14 +576,14 @@ def test_what_reads_parts_that_experts_lack_is_refused_before_the_first_step(
 
 def test_what_cannot_be_traced(tmp_path):
     """A rank without layers writes nothing; graphs would hold, and parts cut, what is recorded."""
-    sizes = dict(num_microbatches=1, num_tokens=T, every=1, steps_done=0, num_steps=3)
+    passes = Passes(num_microbatches=1, num_tokens=T, num_steps=3)
     with tiny.one_process():
-        assert record_routing([dense()], tmp_path / "traces", **sizes) is None
+        assert record_routing([dense()], tmp_path / "traces", passes, steps_done=0) is None
         assert not (tmp_path / "traces").exists()
         chunk = model(1)
         chunk[0].cuda_graphs = ["a graph"]
         with pytest.raises(ValueError, match=r"^trace must start before layers are captured"):
-            record_routing([chunk], tmp_path, **sizes)
+            record_routing([chunk], tmp_path, passes, steps_done=0)
         for name, value, only in (
             ("mlp_chunks_for_training", 2, 1),
             ("mtp_use_repeated_layer", True, False),
@@ -582,4 +591,4 @@ def test_what_cannot_be_traced(tmp_path):
             chunk = model(1)
             setattr(chunk[0].config, name, value)
             with pytest.raises(ValueError, match=rf"^{name} must be {only} with a trace"):
-                record_routing([chunk], tmp_path, **sizes)
+                record_routing([chunk], tmp_path, passes, steps_done=0)

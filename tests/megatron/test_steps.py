@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from padded_dispatch.config import NO_DROP
-from padded_dispatch.megatron import LayerGraphs, Retry, Telemetry
+from padded_dispatch.megatron import LayerGraphs, StepHooks
+from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.telemetry import scalars
 from tests.support import parity, tiny
 
@@ -67,13 +68,13 @@ def test_snapshots_come_one_step_after_each_read_was_started():
     """
     chunk = model(1)
     counts = watch(chunk[0])
-    telemetry = Telemetry([model(), chunk], every=3)  # The first stage may be empty.
+    hooks = StepHooks([model(), chunk], every=3)  # The first stage may be empty.
     found = {}
     for step in range(1, 10):
         run(chunk[0], step)
-        found[step] = telemetry.step()
+        found[step] = hooks.after_step()
     run(chunk[0], 10)
-    found[10] = telemetry.read()
+    found[10] = hooks.read()
     found = {step: snapshots for step, snapshots in found.items() if snapshots is not None}
     ends = {step: (one.step, one.num_steps) for step, one in found.items()}
     assert ends == {2: (1, 1), 4: (3, 2), 7: (6, 3), 10: (9, 3)}
@@ -84,13 +85,13 @@ def test_snapshots_come_one_step_after_each_read_was_started():
     assert max(int(part.max_need_Y[0]) for part in parts) == counts.largest
 
 
-def overflowing(numbers: tuple[int, ...] = (1, 2), **options: Any) -> tuple[Any, Telemetry]:
-    """Return a chunk whose layer 2 drops more than the others, and its telemetry."""
+def overflowing(numbers: tuple[int, ...] = (1, 2), **options: Any) -> tuple[Any, StepHooks]:
+    """Return a chunk whose layer 2 drops more than the others, and its hooks."""
     chunk = model(*numbers, **options)
     for layer in chunk:
         if layer.layer_number == 2:  # All tokens choose experts 0 and 1: 26 rows for 8 slots.
             tiny.ask_for(layer, 0, 1)
-    return chunk, Telemetry([chunk], every=2)
+    return chunk, StepHooks([chunk], every=2)
 
 
 def passes(chunk: Any) -> None:
@@ -99,12 +100,12 @@ def passes(chunk: Any) -> None:
 
 
 def test_drops_are_said_in_words_and_more_and_more_rarely(caplog):
-    chunk, telemetry = overflowing()
+    chunk, hooks = overflowing()
     passes(chunk)
-    assert telemetry.step() is None and caplog.messages == []
-    snapshots = telemetry.take()
+    assert hooks.after_step() is None and caplog.messages == []
+    snapshots = hooks.take()
     of_all = snapshots.training.figures()["dropped"]
-    assert caplog.messages == [] and telemetry.follow(snapshots) is snapshots
+    assert caplog.messages == [] and hooks.follow(snapshots) is snapshots
     # The 13 tokens want 2 of 4 experts; at factor 0.5 an expert has 4 slots, and needs 13.
     assert caplog.messages == [
         f"69.23% of the rows of layer 2 found no room at step 1 ({of_all:.2%} of all rows); "
@@ -113,16 +114,16 @@ def test_drops_are_said_in_words_and_more_and_more_rarely(caplog):
     ]
     for _ in range(16):
         passes(chunk)
-        telemetry.step()
+        hooks.after_step()
     ends = [text.rpartition("(")[2] for text in caplog.messages]
     assert ends == [f"warning {n})" for n in (1, 2, 4, 8)]
     assert "layer 2 found no room in steps 5 to 6 (" in caplog.messages[2]
 
 
 def test_a_factor_for_all_layers_takes_the_place_of_those_for_some(caplog):
-    chunk, telemetry = overflowing(num_layers=2, layer_factors={2: 0.5})
+    chunk, hooks = overflowing(num_layers=2, layer_factors={2: 0.5})
     passes(chunk)
-    telemetry.read()
+    hooks.read()
     without = "; moe_expert_capacity_factor=2 without layer_factors would have held all layers: "
     assert without in caplog.messages[0]
 
@@ -131,52 +132,52 @@ def test_a_factor_for_all_layers_takes_the_place_of_those_for_some(caplog):
     "options", [{"on_overflow": "retry"}, {"overflow_threshold": 0.7}], ids=lambda given: [*given]
 )
 def test_what_is_repeated_or_below_the_threshold_is_not_said(caplog, options):
-    chunk, telemetry = overflowing(**options)
+    chunk, hooks = overflowing(**options)
     for layer in chunk:
         layer.token_dispatcher.configs.has_retry = True
     passes(chunk)
-    assert telemetry.read().training.dropped_share.all()
+    assert hooks.read().training.dropped_share.all()
     assert caplog.messages == []
 
 
 def test_an_error_ends_the_run_and_needs_telemetry():
     chunk = model(1, on_overflow="error")
-    words = "^a training loop must have a Telemetry to follow on_overflow='error', got none"
+    words = "^a training loop must have StepHooks to follow on_overflow='error', got none"
     with pytest.raises(ValueError, match=words):
         run(chunk[0], 1)
     run(chunk[0], 1, training=False)
-    chunk, telemetry = overflowing(on_overflow="error", overflow_threshold=0.1)
+    chunk, hooks = overflowing(on_overflow="error", overflow_threshold=0.1)
     passes(chunk)
-    telemetry.step()
+    hooks.after_step()
     words = r"^on_overflow='error': 69.23% of the rows of layer 2 .*, or raise overflow_th.*0.1$"
     with pytest.raises(RuntimeError, match=words):
-        telemetry.step()
+        hooks.after_step()
 
 
 def test_an_early_read_loses_nothing_of_a_pending_one():
     chunk = model(1)
     counts = watch(chunk[0])
-    telemetry = Telemetry([chunk], every=1)
+    hooks = StepHooks([chunk], every=1)
     run(chunk[0], 1)
-    assert telemetry.step() is None
-    snapshot = telemetry.read().training
+    assert hooks.after_step() is None
+    snapshot = hooks.read().training
     assert snapshot.counts["demand_E"][0].tolist() == counts.demand_E.tolist()
     assert snapshot.max_need_Y[0] == counts.largest
-    empty = telemetry.read().training
+    empty = hooks.read().training
     assert not empty.counts["demand_E"].any() and empty.max_need_Y[0] == 0 and empty.figures() == {}
 
 
 def test_the_factor_that_a_store_needs_is_relative_to_the_layers_that_share_it():
     """On one rank two layers fill just two shares, in each of three passes."""
     chunk = model(1, 2, experts="packed")
-    telemetry = Telemetry([chunk])
+    hooks = StepHooks([chunk])
     for seed in range(3):
         hidden_states = tiny.tokens(T, seed=seed)
         for layer in chunk:
             hidden_states, _ = layer.train()(hidden_states)
         hidden_states.sum().backward()
     run(chunk[0], 3, training=False)
-    snapshots = telemetry.read()
+    snapshots = hooks.read()
     snapshot, alone = snapshots.training, snapshots.evaluation  # Which keeps no rows of others.
     assert alone.share_rows_Y.tolist() == [T * tiny.TOP_K, 0]
     assert snapshot.share_rows_Y.tolist() == 2 * [2 * T * tiny.TOP_K]
@@ -190,19 +191,19 @@ def test_earlier_counts_are_left_out_and_totals_may_wrap():
     counters = chunk[0].token_dispatcher.counters
     before = int(counters.num_positions)
     counters.demand_E.fill_(2**63 - 1)
-    telemetry = Telemetry([chunk])
+    hooks = StepHooks([chunk])
     run(chunk[0], 2)
     assert before == T and (counters.demand_E < 0).any()
-    snapshot = telemetry.read().training
+    snapshot = hooks.read().training
     assert snapshot.counts["num_positions"].tolist() == [T]
     assert snapshot.counts["demand_E"].sum() == T * tiny.TOP_K
 
 
 def test_scalars_have_megatrons_kind_of_names():
     chunk = model(2, 3)
-    telemetry = Telemetry([chunk], step=40)
+    hooks = StepHooks([chunk], steps_done=40)
     run(chunk[0], 1)
-    snapshots = telemetry.read()
+    snapshots = hooks.read()
     written = scalars(snapshots)
     assert snapshots.step == 40
     assert written["moe/dropped"] == snapshots.training.figures()["dropped"]
@@ -221,13 +222,13 @@ def test_scalars_have_megatrons_kind_of_names():
 def test_layers_without_a_number_of_their_own_follow_the_others(numbers, expected):
     chunk = model(*numbers)
     counts = watch(chunk[0])
-    telemetry = Telemetry([chunk])
+    hooks = StepHooks([chunk])
     run(chunk[0], 1)
-    training = telemetry.read().training
-    assert telemetry.layers == tuple(sorted(expected))
-    first = telemetry.layers.index(expected[0])
+    training = hooks.read().training
+    assert hooks.layers == tuple(sorted(expected))
+    first = hooks.layers.index(expected[0])
     assert training.counts["demand_E"][first].tolist() == counts.demand_E.tolist()
-    alone = Telemetry([chunk[0]])
+    alone = StepHooks([chunk[0]])
     run(chunk[0], 2)
     assert alone.read().training.counts["num_positions"].tolist() == [T]
 
@@ -238,11 +239,11 @@ NO_LIST = r"chunks must be a list of the model's chunks on this rank, at least o
 @pytest.mark.parametrize(
     "use",
     [
-        Telemetry,
+        StepHooks,
         lambda chunks: Retry(lambda **given: [], chunks),
         lambda chunks: LayerGraphs(chunks, seq_length=1, micro_batch=1),
     ],
-    ids=["Telemetry", "Retry", "LayerGraphs"],
+    ids=["StepHooks", "Retry", "LayerGraphs"],
 )
 def test_a_model_without_a_list_is_refused(use):
     for chunks, shown in ((nn.Linear(1, 1), "'Linear'"), ([], r"\[\]")):
@@ -255,19 +256,19 @@ def test_a_model_without_padded_layers_is_refused():
     chunk.config = tiny.config()
     missing = r"chunks must have a layer with moe_token_.*, got none on any rank; set it"
     with pytest.raises(ValueError, match=missing):
-        Telemetry([chunk])
+        StepHooks([chunk])
     with pytest.raises(ValueError, match=r"^every must be at least 1, got 0$"):
-        Telemetry([chunk], every=0)
+        StepHooks([chunk], every=0)
 
 
 def test_a_factor_of_a_layer_without_experts_is_refused():
-    Telemetry([model(2, 7, is_hybrid_model=True, num_layers=8, layer_factors={7: 2.0})])
+    StepHooks([model(2, 7, is_hybrid_model=True, num_layers=8, layer_factors={7: 2.0})])
     words = r"layer_factors must name layers with experts, \(2, 7\), by .*; leave out layer 3"
     with pytest.raises(ValueError, match=words):
-        Telemetry([model(2, 7, is_hybrid_model=True, num_layers=8, layer_factors={3: 2.0})])
+        StepHooks([model(2, 7, is_hybrid_model=True, num_layers=8, layer_factors={3: 2.0})])
     with pytest.raises(ValueError, match=r"\(1, 2\), by Megatron's numbers, .* leave out layer 2"):
         # They share a number, as a hybrid stack has them for different tokens.
-        Telemetry([model(1, 1, is_hybrid_model=True, num_layers=2, layer_factors={2: 2.0})])
+        StepHooks([model(1, 1, is_hybrid_model=True, num_layers=2, layer_factors={2: 2.0})])
 
 
 def _over_two_ranks() -> tuple[Any, Any]:
@@ -276,11 +277,11 @@ def _over_two_ranks() -> tuple[Any, Any]:
         # In the second layer all tokens choose experts 0 and 1, which are on rank 0.
         tiny.ask_for(chunk[1], 0, 1)
         mine = [watch(layer) for layer in chunk]
-        telemetry = Telemetry([chunk])
+        hooks = StepHooks([chunk])
         for step in range(3):
             run(chunk[0], step)
             chunk[1](torch.rand(T, 1, tiny.HIDDEN))
-        snapshot = telemetry.read().training
+        snapshot = hooks.read().training
         return snapshot, [(count.demand_E, count.kept_E, count.largest) for count in mine]
 
 
@@ -299,11 +300,11 @@ def _over_two_stages(on_overflow: Any) -> tuple[Any, Any, str]:
     with parity.megatron("cpu", pipeline_model_parallel_size=2):
         sizes = {"num_layers": 2, "pipeline_dtype": torch.float32}
         numbers = (dist.get_rank() + 1,)
-        chunk, telemetry = overflowing(numbers, on_overflow=on_overflow, **sizes)
+        chunk, hooks = overflowing(numbers, on_overflow=on_overflow, **sizes)
         [mine] = [watch(layer) for layer in chunk]
         passes(chunk)
         try:
-            return telemetry.read().training, mine.demand_E, ""
+            return hooks.read().training, mine.demand_E, ""
         except RuntimeError as error:
             return None, mine.demand_E, str(error)
 
@@ -320,17 +321,17 @@ def test_every_stage_sees_all_layers_and_raises_their_errors(pool2):
 def _differs(name: str, values: tuple[Any, Any]) -> str:
     """Return the error of replicas, or of stages of a pipeline, whose first one has no layer."""
     given = {name: values[dist.get_rank()]}
-    arguments = {name: given.pop(name) for name in ("every", "step") if name in given}
+    arguments = {name: given.pop(name) for name in ("every", "steps_done") if name in given}
     with parity.megatron("cpu"):
         chunk = model(*([] if arguments and dist.get_rank() == 0 else [1]), **given)
         with pytest.raises(ValueError) as error:
-            Telemetry([chunk], **arguments)
+            StepHooks([chunk], **arguments)
         return str(error.value)
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("every", (2, 3)), ("step", (0, 40)), ("on_overflow", ("warn", "retry"))],
+    [("every", (2, 3)), ("steps_done", (0, 40)), ("on_overflow", ("warn", "retry"))],
 )
 def test_ranks_that_differ_all_raise_the_same_error(pool2, name, values):
     """Else one would read, or end the run, while the others are in another collective."""
@@ -344,13 +345,13 @@ def _over_tensor_parallel_ranks() -> Any:
     sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     with parity.megatron("cpu", **sizes):
         chunk = model(1, tensor_model_parallel_size=2)
-        telemetry = Telemetry([chunk])
+        hooks = StepHooks([chunk])
         chunk.eval()
         hidden = torch.ones(T, 1, tiny.HIDDEN)
         with torch.no_grad():
             chunk(hidden)
             chunk[0](hidden, padding_mask=torch.ones(1, T, dtype=torch.bool))
-        return telemetry.read().evaluation
+        return hooks.read().evaluation
 
 
 def _again_on_ranks_that_split_experts() -> float:
@@ -358,12 +359,12 @@ def _again_on_ranks_that_split_experts() -> float:
     settings = sizes | {"sequence_parallel": True, "experts": "packed"}
     with parity.megatron("cpu", **sizes):
         chunk = model(1, 2, 3, **settings)
-        telemetry = Telemetry([chunk])
+        hooks = StepHooks([chunk])
         hidden = torch.ones(T, 1, tiny.HIDDEN).requires_grad_()
         for layer in chunk:
             hidden, _ = layer(hidden)
         hidden.sum().backward()
-        return telemetry.read().training.figures()["again"]
+        return hooks.read().training.figures()["again"]
 
 
 def test_rows_that_are_computed_again_count_once_where_ranks_split_experts(pool2):

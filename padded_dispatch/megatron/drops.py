@@ -1,0 +1,120 @@
+"""Warn of the rows that this rank dropped, in a training loop that has no `StepHooks`.
+
+Layers announce their training passes with `see_pass`; routers call it, or the guards of CUDA
+graphs. When a layer comes again, the layers that have come before it make up a group, whose
+counters are copied to pinned memory in the first passes of each later round. A round does not copy
+while a copy is still under way, and the host reads it in a later pass, once it has arrived, or at
+the end of the process. So no loop needs a line for it, nothing waits, and no rank calls another.
+"""
+
+import atexit
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from padded_dispatch.megatron.compat import capturing
+from padded_dispatch.megatron.telemetry import (
+    Copy,
+    LayerSettings,
+    Reader,
+    by_number,
+    padded_moe_layers,
+)
+from padded_dispatch.utils.phases import trains
+
+
+class Drops:
+    """The drops of this rank in the layers of a group, which run one after another.
+
+    Attributes:
+        layers: the MoE layers.
+        first: the layer that begins a round; None while layers still join.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+        self.first: Any = None
+        self._reader: Reader | None = None
+        self._pending: Copy | None = None
+
+    def look(self, *, now: bool = False) -> None:
+        """Log what has arrived, and start a copy; `now` waits for it."""
+        if self._pending is not None:
+            arrived = self._pending.arrived
+            if arrived is not None and not arrived.query():
+                return
+            self._log(self._pending)
+            self._pending = None
+        dispatcher = self.layers[0].token_dispatcher
+        configs = dispatcher.configs
+        if configs.on_overflow != "warn" or configs.has_hooks:  # The loop follows it.
+            return
+        if self._reader is None:
+            local = by_number(self.layers)
+            settings = {number: LayerSettings.of(layer) for number, layer in sorted(local.items())}
+            device = dispatcher.counters.totals.device
+            self._reader = Reader(local, settings, [], device, logs=True)
+        copy = self._reader.start(0)
+        if now:
+            self._log(copy)
+        else:
+            self._pending = copy
+
+    def _log(self, copy: Copy) -> None:
+        assert self._reader is not None
+        training = self._reader.finish(copy).training
+        num_passes = training.counts["num_passes"].max()
+        when = f"on rank {dist.get_rank() if dist.is_initialized() else 0} in {num_passes} passes"
+        self._reader.follow(training, when)
+
+
+# All of this process, for its end. Dispatchers keep them.
+_groups: weakref.WeakSet[Drops] = weakref.WeakSet()
+_joining: weakref.ref[Drops] | None = None  # The group that the next new layer joins.
+
+
+def see_pass(layer: Any) -> None:
+    """Take note of a training pass of a MoE layer, eager or replayed, before it runs.
+
+    Of a pass that backward recomputes, the second run is noted. A capture is no pass.
+    """
+    global _joining
+    if capturing() or not trains():
+        return
+    kept = vars(layer.token_dispatcher)  # A dispatcher is no module.
+    group: Drops | None = kept.get("drops")
+    if group is None:
+        group = None if _joining is None else _joining()
+        if group is None or group.first is not None:
+            group = Drops()
+            _groups.add(group)
+            _joining = weakref.ref(group)
+        kept["drops"] = group
+        group.layers.append(layer)
+        return
+    if group.first is None:
+        group.first = layer
+    if group.first is layer:
+        group.look()
+
+
+def see_iteration(model: Any) -> None:
+    """Take note of the replay of a graph of a whole step, which runs no Python of the layers."""
+    layers = padded_moe_layers(model if isinstance(model, list) else [model]).values()
+    groups = (vars(layer.token_dispatcher).get("drops") for layer in layers)
+    for group in dict.fromkeys(groups):
+        if group is not None:
+            group.first = group.first or group.layers[0]
+            group.look()
+
+
+@atexit.register
+def _look_last() -> None:
+    """Log the drops of the last passes, unless the device is still at work, or has failed."""
+    for group in list(_groups):
+        with contextlib.suppress(RuntimeError):
+            if not torch.cuda.is_initialized() or torch.cuda.current_stream().query():
+                group.look(now=True)
