@@ -4,7 +4,6 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch

@@ -184,7 +184,12 @@ def _warnings_of_ranks(model: Model) -> list[str]:
 @pytest.mark.parametrize("experts", ["module", "packed"])
 def test_each_rank_warns_of_its_own_drops(pool2, experts):
     one = {"top_k": 1, "fields": {"moe_router_pre_softmax": True}}
-    changes = {"ranks": 2, "ep": 2, "options": {"experts": experts, "capacity_pool": "expert"}, **one}
+    changes = {
+        "ranks": 2,
+        "ep": 2,
+        "options": {"experts": experts, "capacity_pool": "expert"},
+        **one,
+    }
     for rank, said in enumerate(pool2.run(_warnings_of_ranks, with_changes(HALF, changes))):
         assert said and all(f"on rank {rank} in" in text for text in said)
 
