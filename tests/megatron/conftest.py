@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from padded_dispatch.megatron import uninstall
+from padded_dispatch.megatron import drops, uninstall
 from padded_dispatch.megatron.compat import forget_moe_state
 from padded_dispatch.utils.logs import log_once
 from tests.support import tiny
@@ -13,8 +13,13 @@ from tests.support.training import Model, world
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> None:
-    """Start with nothing said, and no losses' scale of before: its shape depends on the way."""
+    """Start with nothing said, and without what earlier layers left.
+
+    That is the scale of auxiliary losses, whose shape depends on the way, and a group of layers
+    whose first round has not ended, which this test's layers would join.
+    """
     forget_moe_state()
+    drops._joining = None
     log_once.cache_clear()
 
 

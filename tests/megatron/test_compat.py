@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import padded_dispatch
 from padded_dispatch.megatron import guard, install, uninstall
-from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
+from padded_dispatch.megatron.compat import BRIDGE, MEGATRON_LM, iteration_graph, layer_graphs
 from tests.support import tiny
 
 pytestmark = pytest.mark.usefixtures("uninstalled")
@@ -66,8 +66,8 @@ def others(monkeypatch) -> None:
     listing = "build_conversion_tasks", "_megatron_global_adapters_info_all_pp_ranks"
     add("megatron.bridge.models.conversion.model_bridge", "MegatronModelBridge", *listing)
     add("megatron.training.config.container", "ConfigContainerBase")
-    loop = "train_step", "training_log", "checkpoint_and_decide_exit"
-    add("megatron.training.training", "", *loop)
+    for loop in (MEGATRON_LM, BRIDGE):
+        add(loop, "", "train_step", "training_log")
 
 
 def test_what_is_wrapped_is_in_the_table_and_uninstall_undoes_all_of_it(others):
