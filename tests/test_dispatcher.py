@@ -8,9 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
 from padded_dispatch.config import FIT, NO_DROP
+from padded_dispatch.experts import padded
+from tests.support import whole_layers
+from tests.support.device import INTERPRETED
 from tests.support.threads import run_on_threads
 from tests.support.whole_layers import (
     ROUTINGS,
@@ -73,6 +77,46 @@ def test_recomputed_layers_are_the_oracle(num_ranks, recompute):
     """With eight ranks, both passes of the first layer overflow alike."""
     config = config_of("store", num_ranks, capacity_factor=2.0)
     check(make_case(config, ["one rank", "hot"], num_tokens=9), "store", recompute)
+
+
+def _routed_otherwise(case: Case, pool: str, recompute: bool) -> Found:
+    """Return gradients; tokens 0 and 1 change places in the map once a pass has run."""
+    model, rank = Model(case, pool), OneRank(case)
+    given_TE = rank.maps_YTE[0]
+    other_TE = given_TE[[1, 0, *range(2, len(given_TE))]]
+
+    def run(tokens_TD: Tensor) -> Tensor:
+        out_TD = model.layer(rank, 0, tokens_TD)
+        rank.maps_YTE[0] = other_TE
+        return out_TD
+
+    if recompute:
+        found = rank.found(checkpoint(run, rank.tokens_TD, use_reentrant=False))
+    else:
+        rank.maps_YTE[0] = other_TE
+        found = rank.found(run(rank.tokens_TD))
+    del found["out"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pool", "kernels"),
+    [("store", False), ("padded", False), pytest.param("padded", True, marks=INTERPRETED)],
+)
+def test_a_pass_that_is_recomputed_with_another_routing_has_its_gradients(
+    monkeypatch, pool, kernels
+):
+    """Nothing of the first pass is left in them: a token that ties may choose otherwise."""
+    monkeypatch.setattr(whole_layers, "_check_input", lambda *given: None)
+    monkeypatch.setattr(padded, "_has_kernels", lambda values: kernels)
+    for factor in (2.0, 0.75):
+        case = make_case(config_of(pool, 2, capacity_factor=factor), ["thin"])
+        assert any((layer.map_STE[:, 0] != layer.map_STE[:, 1]).any() for layer in case.layers)
+        again, once = (
+            on_all_ranks(case.config, _routed_otherwise, case, pool, recompute)
+            for recompute in (True, False)
+        )
+        assert_found(again, once)
 
 
 def differentiated_twice(case: Case, pool: str) -> None:

@@ -395,6 +395,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx, wire: CollectiveWire, tokens_TD: Tensor, prob_TK: Tensor):
         ctx.wire = wire
+        ctx.save_for_backward(*wire.routed().values())
         rows_SPD = wire.send(tokens_TD)
         prob_SPK, *numbers = wire.send_plan(prob_TK)
         return rows_SPD, prob_SPK, *numbers
@@ -403,7 +404,7 @@ class _Send(torch.autograd.Function):
     @nvtx_range("exchange backward")
     def backward(ctx, grad_SPD, grad_SPK, *_):  # pyright: ignore
         require_first_derivatives()
-        wire, (_, needs_tokens, needs_probs) = ctx.wire, ctx.needs_input_grad
+        wire, (_, needs_tokens, needs_probs) = _wire_of(ctx), ctx.needs_input_grad
         grad_TD = wire.bring_sums(grad_SPD) if needs_tokens else None
         return None, grad_TD, wire.bring_beside(grad_SPK) if needs_probs else None
 
@@ -414,10 +415,16 @@ class _Bring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, wire: CollectiveWire, sum_SPD: Tensor):
         ctx.wire, ctx.dtype = wire, sum_SPD.dtype
+        ctx.save_for_backward(*wire.routed().values())
         return wire.bring_sums(sum_SPD)
 
     @staticmethod
     @nvtx_range("exchange backward")
     def backward(ctx, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
         require_first_derivatives()
-        return None, ctx.wire.send(grad_TD).to(ctx.dtype)
+        return None, _wire_of(ctx).send(grad_TD).to(ctx.dtype)
+
+
+def _wire_of(ctx: Any) -> CollectiveWire:
+    """Return the wire of a node, with the routing that autograd has saved for it."""
+    return ctx.wire.rerouted(dict(zip(ctx.wire.routed(), ctx.saved_tensors, strict=True)))

@@ -145,7 +145,7 @@ class _ToCells(torch.autograd.Function):
     def forward(ctx: Any, rows_SPD, prob_SPK, listed, cells, count_SL):
         from padded_dispatch.kernels import rows
 
-        ctx.listed = listed
+        _save(ctx, listed)
         probs_N = prob_SPK.new_empty(cells.num_rows)
         rows_ND = rows.spread_rows(rows_SPD.contiguous(), listed, cells, prob_M=probs_N)
         rows.zero_padding(rows_ND, probs_N, count_SL)
@@ -157,8 +157,9 @@ class _ToCells(torch.autograd.Function):
         from padded_dispatch.kernels import rows
 
         require_first_derivatives()
-        grad_SPD = rows.sum_slots(grad_ND.contiguous(), ctx.listed)
-        grad_SPK = rows.send_numbers(grad_N.contiguous(), ctx.listed)
+        listed, _ = _saved(ctx)
+        grad_SPD = rows.sum_slots(grad_ND.contiguous(), listed)
+        grad_SPK = rows.send_numbers(grad_N.contiguous(), listed)
         return grad_SPD, grad_SPK, None, None, None
 
 
@@ -169,7 +170,8 @@ class _ToSums(torch.autograd.Function):
     def forward(ctx: Any, out_ND, state):
         from padded_dispatch.kernels import rows
 
-        ctx.state, ctx.dtype = state, out_ND.dtype
+        _save(ctx, state.rows, state.count_SL)
+        ctx.cells, ctx.dtype = state.cells, out_ND.dtype
         return rows.sum_slots(out_ND.contiguous(), state.rows, wide=state.wire.splits)
 
     @staticmethod
@@ -178,7 +180,22 @@ class _ToSums(torch.autograd.Function):
         from padded_dispatch.kernels import rows
 
         require_first_derivatives()
-        state, grad_SPD = ctx.state, grad_SPD.to(ctx.dtype).contiguous()
-        grad_ND = rows.spread_rows(grad_SPD, state.rows, state.cells)
-        rows.zero_padding(grad_ND, None, state.count_SL)
+        listed, count_SL = _saved(ctx)
+        grad_ND = rows.spread_rows(grad_SPD.to(ctx.dtype).contiguous(), listed, ctx.cells)
+        rows.zero_padding(grad_ND, None, count_SL)
         return grad_ND, None
+
+
+def _save(ctx: Any, listed: SlotList, count_SL: Tensor | None = None) -> None:
+    """Let autograd save what follows from the routing: a recomputed pass may have another one."""
+    ctx.save_for_backward(
+        listed.slot_A, listed.length, listed.row_AK, listed.prob_AK.detach(), count_SL
+    )
+    ctx.sizes = {"num_sources": listed.num_sources, "num_slots": listed.num_slots}
+
+
+def _saved(ctx: Any) -> tuple[SlotList, Any]:
+    """Return what `_save` was given."""
+    slot_A, length, row_AK, prob_AK, count_SL = ctx.saved_tensors
+    tensors = {"slot_A": slot_A, "length": length, "row_AK": row_AK, "prob_AK": prob_AK}
+    return SlotList(**tensors, **ctx.sizes), count_SL
