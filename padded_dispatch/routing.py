@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch.config import POLICIES, Policy, require
+from padded_dispatch.kernels import TOO_MANY
 from padded_dispatch.utils.phases import nvtx_range
 
 
@@ -54,8 +55,7 @@ def select(
     """Cut a routing map down to the rows for which there are slots.
 
     Args:
-        map_TE: bool [T, E], what the router asked for; any number of experts per token, none for
-            padding tokens.
+        map_TE: bool [T, E], what the router asked for; none for padding tokens.
         probs_TE: floating point [T, E].
         capacity: slots of a cell (C). If C >= T every row is kept, and no selection kernel runs.
         policy: see the module's docstring.
@@ -107,7 +107,8 @@ class Plan:
         expert_TK: the experts of each token, ascending; -1 after the last.
         place_TK: index of the row among the source's rows for that expert, in token order; -1 where
             there is no expert.
-        kept_E: rows for each expert. A token has at most K rows, those of its first K experts.
+        kept_E: rows for each expert. If a token has more than K experts, `TOO_MANY` for all: the
+            counts go to all ranks, and each of them raises, or its device fails.
     """
 
     expert_TK: Tensor
@@ -147,7 +148,19 @@ def plan_in_torch(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     expert_TK, place_TK = (
         none_TK.scatter(1, k_TE, of_TE)[:, :top_k].contiguous() for of_TE in (expert_TE, place_TE)
     )
-    return expert_TK, place_TK, row_TE.sum(0, dtype=torch.int32)
+    has_more = (map_TE.sum(1) > top_k).any()
+    return expert_TK, place_TK, torch.where(has_more, TOO_MANY, row_TE.sum(0, dtype=torch.int32))
+
+
+def require_choices(count_SL: Tensor, top_k: int) -> None:
+    """Raise if a source has sent `TOO_MANY`; on CPUs, since the host reads the counts.
+
+    On a GPU the first kernel that reads them fails: `kernels.layout` or `rows.zero_padding`.
+    """
+    sources = (count_SL < 0).any(1).nonzero().flatten().tolist()
+    rule = f"be the most experts that a token can have, and tokens of sources {sources} have more"
+    fix = "set it (moe_router_topk) to that most, or let the router choose fewer"
+    require(not sources, "top_k", top_k, rule, fix)
 
 
 def choice_probs(probs_TE: Tensor, expert_TK: Tensor) -> Tensor:

@@ -242,6 +242,33 @@ def test_ranks_that_differ_all_raise(what, words):
     assert all(words in error for error in run_on_threads(2, _differing, what))
 
 
+def _asking_for_too_many(pool: str) -> str:
+    dispatcher = PaddedDispatcher(config_of(pool, 2, top_k=2), group=dist.group.WORLD)
+    map_TE = torch.eye(4).bool()
+    map_TE[3] = dist.get_rank() == 1  # Its one token more asks for all four experts.
+    weights = ExpertWeights(fc1_LGD=torch.zeros(2, 2, 3), fc2_LDF=torch.zeros(2, 3, 1))
+    try:
+        if pool == "padded":
+            dispatcher.dispatch(torch.zeros(4, 3), torch.zeros(4, 4), map_TE)
+        else:
+            dispatcher.run(torch.zeros(4, 3), torch.zeros(4, 4), map_TE, weights, Activation())
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+@POOLS
+def test_a_token_with_more_than_k_experts_is_refused_on_all_ranks(pool):
+    assert (
+        run_on_threads(2, _asking_for_too_many, pool)
+        == [
+            "top_k must be the most experts that a token can have, and tokens of sources [1] have "
+            "more, got 2; set it (moe_router_topk) to that most, or let the router choose fewer"
+        ]
+        * 2
+    )
+
+
 SHAPES = {
     "probs_TE": (3, 4),
     "map_TE": (3, 4),

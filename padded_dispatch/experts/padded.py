@@ -24,6 +24,7 @@ from padded_dispatch.exchange import Wire
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts.plain import add, rows_of_choices, take
 from padded_dispatch.kernels import Segments, SlotList
+from padded_dispatch.routing import require_choices
 from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
 
 
@@ -76,6 +77,8 @@ def dispatch(
     """
     arrived = wire.open(tokens_TD, prob_TK)
     count_SL = arrived.count_SL
+    if not _has_kernels(tokens_TD):  # Else `zero_padding` sees it.
+        require_choices(count_SL, arrived.expert_SPK.shape[2])
     num_sources, num_experts = count_SL.shape
     if config.fits:
         capacity = config.aligned(max(1, int(count_SL.max())))

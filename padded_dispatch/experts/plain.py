@@ -24,6 +24,7 @@ from padded_dispatch.experts import Activation, Call, ExpertWeights, Function
 from padded_dispatch.experts.scaled import quantize, widen
 from padded_dispatch.experts.store import RUN_ONCE, Room
 from padded_dispatch.kernels import Scaled
+from padded_dispatch.routing import require_choices
 
 NO_LEVEL = 2**31 - 1  # Every place is below it.
 
@@ -104,6 +105,7 @@ def run(
     """Do the work of `experts.run` in plain torch, for any floating point dtype."""
     wire = cast(CollectiveWire, call.wire)  # Direct stores need a GPU.
     arrived = wire.open(tokens_TD, prob_TK)
+    require_choices(arrived.count_SL, arrived.expert_SPK.shape[2])
     values_SPD, prob_SPK = arrived.values.rows_SPD, arrived.prob_SPK
     room = call.take_room(arrived.count_SL)
     counters = {} if call.counters is None else call.counters.of_receiver

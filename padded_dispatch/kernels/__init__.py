@@ -23,6 +23,9 @@ SCALARS = (
     "num_again",
 )
 
+# A source's count of rows for each expert, if one of its tokens has more than K experts.
+TOO_MANY = -(2**24)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:

@@ -56,7 +56,8 @@ def lay_out(
     """Find room for the rows of a pass.
 
     Args:
-        count_SL: contiguous int32, rows of every (source, local expert).
+        count_SL: contiguous int32, rows of every (source, local expert). The device fails if one is
+            `TOO_MANY`.
         top: int32 [3], changed in place: `top` of the rule, what it would be if all rows had had
             room, and `low`. None: rows begin at 0, and nothing is kept for later passes.
         first: whether this is the first pass, which does not read `top`.
@@ -88,6 +89,8 @@ def lay_out(
         L_BLOCK=triton.next_power_of_2(num_experts),
         S_BLOCK=triton.next_power_of_2(num_sources),
         num_warps=4,
+        debug=True,  # For the assertion.
+        sanitize_overflow=False,
     )
     offsets, level, before = out.split([num_cells + 1, 1, 2])
     return Offsets(offsets=offsets, level=level, before=before)
@@ -113,6 +116,7 @@ def _lay_out_kernel(
     s = tl.arange(0, S_BLOCK)[None, :]
     valid = (local < num_experts) & (s < num_sources)
     count = tl.load(count_of + s * num_experts + local, mask=valid, other=0)
+    tl.device_assert(count >= 0, "a token has more experts than top_k (moe_router_topk): raise it")
     total = tl.sum(count)
     in_use, asked, low = 0, 0, limit
     if top is not None:  # An argument, not a constant: a capture must not compile another variant.

@@ -2,9 +2,10 @@
 
 Tokens are divided into at most `_MAX_BLOCKS` blocks, a program for each, which goes through its
 tokens in tiles of whole rows of the map. The first launch counts along each token's experts, which
-gives k. It writes the experts, -1 for what is no choice, and the rows of each expert in its block.
-The second adds up the rows of the blocks before its own, and counts along each expert's tokens,
-which gives the places. Every element has one writer, so there are no atomics.
+gives k. It writes the experts, -1 for what is no choice, the rows of each expert in its block, and
+the most experts of a token there. The second adds up the rows of the blocks before its own, and
+counts along each expert's tokens, which gives the places. Every element has one writer, so there
+are no atomics.
 
 Arguments, results and examples: see `padded_dispatch.routing`.
 """
@@ -16,6 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from padded_dispatch.kernels import TOO_MANY
+
+_TOO_MANY = tl.constexpr(TOO_MANY)
 _TILE = 4096  # Elements of the map that a program holds at once; twice as many of large maps.
 _MAX_BLOCKS = 128  # Blocks of tokens, whose counts one program adds up.
 
@@ -32,15 +36,18 @@ def plan(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     num_blocks = triton.cdiv(num_tokens, tokens_per_block)
     expert_TK = map_TE.new_empty(num_tokens, top_k, dtype=torch.int32)
     place_TK = torch.empty_like(expert_TK)
-    count_BE = expert_TK.new_empty(num_blocks, num_experts)
+    count_BX = expert_TK.new_empty(num_blocks, num_experts + 1)  # The last is the most of a token.
     kept_E = expert_TK.new_empty(num_experts)
     sizes = num_tokens, num_experts, top_k, tokens_per_block
     blocks = dict(BLOCK_T=block_t, BLOCK_E=block_e, num_warps=8)
     block_k = triton.next_power_of_2(top_k)
     _expert_kernel[(num_blocks,)](
-        map_TE, expert_TK, place_TK, count_BE, *sizes, BLOCK_K=block_k, **blocks
+        map_TE, expert_TK, place_TK, count_BX, *sizes, BLOCK_K=block_k, **blocks
     )
-    _place_kernel[(num_blocks,)](map_TE, place_TK, count_BE, kept_E, *sizes, **blocks)
+    block_b = triton.next_power_of_2(num_blocks)
+    _place_kernel[(num_blocks,)](
+        map_TE, place_TK, count_BX, kept_E, *sizes, BLOCK_B=block_b, **blocks
+    )
     return expert_TK, place_TK, kept_E
 
 
@@ -62,7 +69,7 @@ def _expert_kernel(
     block = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     k_of_choice = tl.arange(0, BLOCK_K)[None, :]
-    placed = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    placed, most = tl.zeros((BLOCK_E,), dtype=tl.int32), 0
     start = block * tokens_per_block
     for begin in range(start, tl.minimum(num_tokens, start + tokens_per_block), BLOCK_T):
         t = begin + tl.arange(0, BLOCK_T)
@@ -70,12 +77,16 @@ def _expert_kernel(
         at = t[:, None].to(tl.int64) * top_k
         has_place = (row > 0) & (k < top_k)
         tl.store(expert_of + at + k, e[None, :], mask=has_place)
-        without = (k_of_choice >= tl.sum(row, 1)[:, None]) & (k_of_choice < top_k)
+        asked = tl.sum(row, 1)
+        most = tl.maximum(most, tl.max(asked, 0))
+        without = (k_of_choice >= asked[:, None]) & (k_of_choice < top_k)
         without = without & (t < num_tokens)[:, None]
         tl.store(expert_of + at + k_of_choice, -1, mask=without)
         tl.store(place_of + at + k_of_choice, -1, mask=without)
         placed += tl.sum(has_place.to(tl.int32), 0)
-    tl.store(counts + block * num_experts + e, placed, mask=e < num_experts)
+    counts += block * (num_experts + 1)
+    tl.store(counts + e, placed, mask=e < num_experts)
+    tl.store(counts + num_experts, most)
 
 
 @triton.jit
@@ -88,6 +99,7 @@ def _place_kernel(
     num_experts,
     top_k,
     tokens_per_block,
+    BLOCK_B: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
@@ -105,6 +117,10 @@ def _place_kernel(
         tl.store(place_of + t[:, None].to(tl.int64) * top_k + k, place, mask=has_place)
         placed += tl.sum(one, 0)
     if block == tl.num_programs(0) - 1:
+        b = tl.arange(0, BLOCK_B)
+        most_of = counts + b * (num_experts + 1) + num_experts
+        most = tl.max(tl.load(most_of, mask=b <= block, other=0), 0)
+        placed = tl.where(most > top_k, _TOO_MANY, placed)
         tl.store(kept_of + e, placed, mask=e < num_experts)
 
 
@@ -125,7 +141,7 @@ def _sum_of_blocks(counts, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK
     for begin in range(0, num_blocks, BLOCK_B):
         b = begin + tl.arange(0, BLOCK_B)[:, None]
         counted = (b < num_blocks) & (e < num_experts)
-        total += tl.sum(tl.load(counts + b * num_experts + e, mask=counted, other=0), 0)
+        total += tl.sum(tl.load(counts + b * (num_experts + 1) + e, mask=counted, other=0), 0)
     return total
 
 

@@ -415,7 +415,8 @@ def zero_padding(rows_MD: Tensor, prob_M: Tensor | None, count_SL: Tensor) -> No
     Args:
         rows_MD: contiguous [L * S * C, D]; changed in place.
         prob_M: contiguous [L * S * C], changed likewise; None if nothing lies beside the rows.
-        count_SL: contiguous int32; real rows are the first of each cell.
+        count_SL: contiguous int32; real rows are the first of each cell. The device fails if one is
+            `TOO_MANY`.
 
     Example: S = 1, L = 2, C = 2 and `count = [[1, 0]]` leave row 0 and zero rows 1, 2 and 3.
     """
@@ -432,6 +433,8 @@ def zero_padding(rows_MD: Tensor, prob_M: Tensor | None, count_SL: Tensor) -> No
         width,
         BLOCK=block,
         num_warps=warps,
+        debug=True,  # For the assertion.
+        sanitize_overflow=False,
     )
 
 
@@ -442,6 +445,7 @@ def _zero_padding_kernel(
     n = tl.program_id(0)
     cell, place = n // capacity, n % capacity
     count = tl.load(count_of + cell % num_sources * num_experts + cell // num_sources)
+    tl.device_assert(count >= 0, "a token has more experts than top_k (moe_router_topk): raise it")
     if place >= count:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         nothing = tl.zeros((BLOCK,), dtype=rows.dtype.element_ty)

@@ -56,6 +56,8 @@ def plan(map_TE: NDArray, *, top_k: int) -> Arrays:
         for k, e in enumerate(np.flatnonzero(map_TE[t])[:top_k]):
             expert_TK[t, k], place_TK[t, k] = e, kept_E[e]
             kept_E[e] += 1
+    if any(map_TE.sum(1) > top_k):
+        kept_E[:] = -(2**24)  # For all ranks to see.
     return {"expert_TK": expert_TK, "place_TK": place_TK, "kept_E": kept_E}
 
 
