@@ -70,7 +70,6 @@ class Counters:
         num_positions: T per pass, padding tokens included.
         num_passes: passes.
         num_slots: slots of cells offered, E * C per pass.
-        num_unplaced: rows of a token beyond K, which have no place in the plan. Must be zero.
         no_room: rows that arrived at this rank and found no room in the store.
         num_again: rows of a store that were overwritten; backward computes at least as many again.
         max_need: the largest need of one pass since it was last zeroed; the only value that is not
@@ -87,7 +86,6 @@ class Counters:
     num_positions: Tensor
     num_passes: Tensor
     num_slots: Tensor
-    num_unplaced: Tensor
     no_room: Tensor
     num_again: Tensor
 
@@ -121,7 +119,6 @@ class Counters:
             asked_TE,
             selection.kept_TE if self._has_cells else None,
             demand_E,
-            self._top_k,
             asked_TE.shape[1] * selection.capacity if self._has_cells else 0,
         )
 
@@ -155,7 +152,6 @@ def count_in_torch(
     asked_TE: Tensor,
     kept_TE: Tensor | None,
     demand_E: Tensor | None,
-    top_k: int,
     num_slots: int,
 ) -> None:
     """Add one pass to `totals` and `max_need`, in place.
@@ -167,8 +163,6 @@ def count_in_torch(
     counts["num_positions"] += len(asked_TE)
     counts["num_passes"] += 1
     counts["num_slots"] += num_slots
-    planned_TE = asked_TE if kept_TE is None else kept_TE
-    counts["num_unplaced"] += (planned_TE.sum(1) - top_k).clamp(min=0).sum()
     if kept_TE is not None:
         counts["kept_E"] += kept_TE.sum(0)
         counts["lost_tokens"] += (asked_TE.any(1) & ~kept_TE.any(1)).sum()
@@ -254,7 +248,6 @@ class Snapshot:
         rank_overload: demand for the experts of the busiest expert-parallel rank over the mean of
             the ranks.
         needed_factor: see the property.
-        unplaced: a count, see `Counters`.
 
         With a store also:
         again: overwritten rows, divided by rows asked for; backward recomputes at least as many.
@@ -265,12 +258,11 @@ class Snapshot:
         """
         counts, demand_YE = self.counts, self.counts["demand_E"]
         demand_YR = demand_YE.reshape(len(demand_YE), self.num_ranks, -1).sum(2)
-        columns = {
+        columns: dict[str, Any] = {
             "dropped": self.dropped_share,
             "expert_overload": _ratio(demand_YE.max(1), demand_YE.mean(1)),
             "rank_overload": _ratio(demand_YR.max(1), demand_YR.mean(1)),
             "needed_factor": self.needed_factor,
-            "unplaced": counts["num_unplaced"],
         }
         if self.share_rows_Y is None:
             columns["lost_tokens"] = counts["lost_tokens"]

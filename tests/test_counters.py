@@ -57,7 +57,6 @@ def snapshot() -> Snapshot:
     for _ in range(2):
         selection = select(asked_TE, probs_TE, capacity=3)
         counters.observe(asked_TE, probs_TE, selection)
-    counters.num_unplaced += 7
     counters.num_again += 5
     totals_W = counters.totals.numpy()
     totals_YW = np.stack([totals_W, np.zeros_like(totals_W)])
@@ -83,13 +82,11 @@ def test_figures_are_of_all_layers_and_of_each_also_of_one_that_never_ran():
         "expert_overload": 2.0,
         "rank_overload": 1.8,
         "needed_factor": 5 * 4 / 12,
-        "unplaced": 7,
     }
     layers = seen.figures_of_layers()
     assert layers.keys() == seen.figures().keys()
     for name in ("dropped", "fill", "expert_overload", "rank_overload"):
         assert layers[name] == [seen.figures()[name], 0], name
-    assert layers["unplaced"] == [7, 0]
     seen.counts["demand_E"][:] = 0  # Passes of padding alone are in balance.
     assert seen.figures()["expert_overload"] == seen.figures()["rank_overload"] == 1.0
 

@@ -18,7 +18,6 @@ SCALARS = (
     "num_positions",
     "num_passes",
     "num_slots",
-    "num_unplaced",
     "no_room",
     "num_again",
 )

@@ -16,7 +16,6 @@ _LOST_TOKENS = tl.constexpr(SCALARS.index("lost_tokens"))
 _NUM_POSITIONS = tl.constexpr(SCALARS.index("num_positions"))
 _NUM_PASSES = tl.constexpr(SCALARS.index("num_passes"))
 _NUM_SLOTS = tl.constexpr(SCALARS.index("num_slots"))
-_NUM_UNPLACED = tl.constexpr(SCALARS.index("num_unplaced"))
 
 
 def count(
@@ -25,7 +24,6 @@ def count(
     asked_TE: Tensor,
     kept_TE: Tensor | None,
     demand_E: Tensor | None,
-    top_k: int,
     num_slots: int,
 ) -> None:
     """Count one pass in `totals` and `max_need`, in place.
@@ -36,12 +34,11 @@ def count(
         asked_TE: bool [T, E].
         kept_TE: bool [T, E], a part of `asked_TE`; None counts no row as kept and no token as lost.
         demand_E: int32 [E], the column sums of `asked_TE`; None leaves `max_need` as it is.
-        top_k: K; rows of a token beyond K are unplaced, of `kept_TE`, or of `asked_TE` without it.
         num_slots: slots of all cells; 0 with a store.
 
-    Example: E = 2, K = 1, 2 slots, `asked = [[1, 1], [1, 0]]`, `kept = [[0, 1], [1, 0]]`, `demand =
-    [2, 1]` add demand [2, 1], kept [1, 1], no lost token, 2 positions, 1 pass, 2 slots and no
-    unplaced row. Without `kept` they add kept [0, 0] and one unplaced row.
+    Example: E = 2, 2 slots, `asked = [[1, 1], [1, 0]]`, `kept = [[0, 1], [1, 0]]`, `demand = [2,
+    1]` add demand [2, 1], kept [1, 1], no lost token, 2 positions, 1 pass and 2 slots. Without
+    `kept` they add kept [0, 0].
     """
     num_tokens, num_experts = asked_TE.shape
     block_e = triton.next_power_of_2(num_experts)
@@ -53,7 +50,6 @@ def count(
         None if kept_TE is None else kept_TE.contiguous(),
         demand_E,
         num_tokens,
-        top_k,
         num_slots,
         NUM_EXPERTS=num_experts,
         BLOCK_T=block_t,
@@ -69,7 +65,6 @@ def _count_kernel(
     kept,
     demand,
     num_tokens,
-    top_k,
     num_slots,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -82,19 +77,15 @@ def _count_kernel(
     asks = tl.load(asked + at, mask=inside, other=0) != 0
 
     scalars = totals + 2 * NUM_EXPERTS
-    goes_on = asks
     demand_e = tl.sum(asks.to(tl.int32), 0)
     tl.atomic_add(totals + e, demand_e.to(tl.int64), mask=demand_e > 0)
     if kept is not None:
         keeps = tl.load(kept + at, mask=inside, other=0) != 0
-        goes_on = keeps
         lost = tl.max(asks.to(tl.int32), 1) - tl.max(keeps.to(tl.int32), 1)
         kept_e = tl.sum(keeps.to(tl.int32), 0)
         at_kept = totals + NUM_EXPERTS + e
         tl.atomic_add(at_kept, kept_e.to(tl.int64), mask=kept_e > 0)
         tl.atomic_add(scalars + _LOST_TOKENS, tl.sum(lost).to(tl.int64))
-    beyond = tl.maximum(tl.sum(goes_on.to(tl.int32), 1) - top_k, 0)
-    tl.atomic_add(scalars + _NUM_UNPLACED, tl.sum(beyond).to(tl.int64))
     if tl.program_id(0) == 0:
         if demand is not None:
             need_e = tl.load(demand + e, mask=e < NUM_EXPERTS, other=0).to(tl.int64)

@@ -133,7 +133,7 @@ class Retry:
             return torch.zeros((), dtype=torch.int64, device=device_of(self.chunks))
         counts = counts_in(torch.stack([counters.totals for counters in self._counters]).sum(0))
         in_cells = self._layers[0].token_dispatcher.configs.training.capacity_pool == "expert"
-        return dropped_rows(counts, in_cells=in_cells) + counts["num_unplaced"]
+        return dropped_rows(counts, in_cells=in_cells)
 
     def _dropped_since(self, before: Tensor) -> int:
         """Return the rows that all ranks have dropped since `before`; waits for the device.

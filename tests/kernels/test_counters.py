@@ -12,7 +12,7 @@ from padded_dispatch.routing import kept_map_in_torch
 from tests.support.device import DEVICE, here, ints
 
 BOTH = pytest.mark.parametrize("run", [count, count_in_torch])
-NEVER_COUNTED = [0] * (len(SCALARS) - 5)
+NEVER_COUNTED = [0] * (len(SCALARS) - 4)
 
 
 def counters(num_experts: int) -> Counters:
@@ -36,18 +36,17 @@ def test_counts_are_numpys(num_tokens, num_experts, top_k, capacity, run):
     kept_TE, demand_E = kept_map_in_torch(asked_TE, probs_TE, capacity, "probs")
 
     asked, kept = asked_TE.numpy(), kept_TE.numpy()
-    num_slots, most = num_experts * capacity, top_k // 2
+    num_slots = num_experts * capacity
     added = [
         *(*asked.sum(0), *kept.sum(0)),
         (asked.any(1) & ~kept.any(1)).sum(),
         *(num_tokens, 1, num_slots),
-        np.maximum(kept.sum(1) - most, 0).sum(),
         *NEVER_COUNTED,
     ]
     made = counters(num_experts)
     expected = made.totals.cpu().numpy() + np.array(added)
     maps = map(here, (asked_TE, kept_TE, demand_E))
-    run(made.totals, made.max_need, *maps, most, num_slots)
+    run(made.totals, made.max_need, *maps, num_slots)
     assert made.totals.tolist() == expected.tolist()
     assert made.max_need.item() == max(4, demand_E.max())
 
@@ -57,8 +56,8 @@ def test_count_examples(run):
     """What only receivers know is not counted."""
     asked_TE, kept_TE = here([[True, True], [True, False]]), here([[False, True], [True, False]])
     for given, added in (
-        ((kept_TE, ints(2, 1), 1, 2), [2, 1, 1, 1, 0, 2, 1, 2, 0]),
-        ((None, None, 1, 0), [2, 1, 0, 0, 0, 2, 1, 0, 1]),
+        ((kept_TE, ints(2, 1), 2), [2, 1, 1, 1, 0, 2, 1, 2]),
+        ((None, None, 0), [2, 1, 0, 0, 0, 2, 1, 0]),
     ):
         made = counters(2)
         expected = made.totals.cpu() + torch.tensor([*added, *NEVER_COUNTED])

@@ -400,7 +400,7 @@ def test_d18_drops_are_counted():
     counters = layer.token_dispatcher.counters
     dropped_E = counters.demand_E - counters.kept_E
     assert dropped_E.tolist() == [9, 9, 0, 0]  # C = 12 * 2 / 4 * 0.5 = 3
-    assert (int(counters.num_unplaced), int(counters.num_slots)) == (0, 12)
+    assert int(counters.num_slots) == 12
 
 
 def test_d19_a_router_without_transformer_engine(monkeypatch):
