@@ -79,6 +79,15 @@ def test_recomputed_layers_are_the_oracle(num_ranks, recompute):
     check(make_case(config, ["one rank", "hot"], num_tokens=9), "store", recompute)
 
 
+@pytest.mark.parametrize("saves", whole_layers.SAVES)
+@pytest.mark.parametrize("pool", ["store", "padded"])
+def test_layers_that_are_selectively_recomputed_are_the_oracle(pool, saves):
+    """Also with tokens that are struck."""
+    for num_ranks, factor in ((2, 2.0), (8, 0.75)):
+        config = config_of(pool, num_ranks, capacity_factor=factor)
+        check(make_case(config, ["one rank", "hot"], num_tokens=9), pool, saves)
+
+
 def _routed_otherwise(case: Case, pool: str, recompute: bool) -> Found:
     """Return gradients; tokens 0 and 1 change places in the map once a pass has run."""
     model, rank = Model(case, pool), OneRank(case)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, require, require_tokens
 from padded_dispatch.exchange.mirror import differing, mirror_of
-from padded_dispatch.utils.phases import is_capturing
+from padded_dispatch.utils.phases import is_capturing, unseen
 
 # Named values. Ranks agree if the text of each value is the same.
 NamedValues = tuple[tuple[str, object], ...]
@@ -99,6 +99,7 @@ class Agreement:
             return number
         return int(self._gather((number, 0), 0, ())[:, -2].max())
 
+    @unseen()
     def _gather(self, numbers: tuple[int, int], num_equal: int, values: NamedValues) -> Tensor:
         """Return a row for each rank, its call and its `numbers`; raise if the calls differ.
 

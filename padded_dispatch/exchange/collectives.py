@@ -32,7 +32,7 @@ from torch import Tensor
 
 from padded_dispatch.kernels import SlotList
 from padded_dispatch.routing import Plan
-from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
+from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives, unseen
 
 # torch 2.13 deprecates the longer names; 2.8 has no others.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -172,6 +172,7 @@ class CollectiveWire:
         self.sends_again = sends_again and self._whole
         self._slots = self._number_slots()
 
+    @unseen()  # A mode that kept a result could not know that it is written afterwards.
     def _number_slots(self) -> _Slots:
         """Compute the slot of every token at the ranks of its choices, and the token of every slot.
 
@@ -341,7 +342,7 @@ class CollectiveWire:
         wide = torch.promote_types(self._dtype, torch.float32)
         total_TD = sum_QD.new_zeros(self._num_tokens, sum_QD.shape[1], dtype=wide)
         for row_T in first_TK.T:
-            total_TD += sum_QD[row_T].to(wide).masked_fill_((row_T < 0)[:, None], 0)
+            total_TD = total_TD + sum_QD[row_T].to(wide).masked_fill((row_T < 0)[:, None], 0)
         return total_TD.to(self._dtype)
 
     def bring_beside(self, beside_SPK: Tensor) -> Tensor:
@@ -354,6 +355,7 @@ class CollectiveWire:
             beside_TK = beside_QK[self._slots.row_TK, k_K]
         return beside_TK.masked_fill(self._slots.expert_TK < 0, 0)
 
+    @unseen()  # A mode that kept a result of the past would leave `received` as it is.
     def _swap(self, blocks: Tensor) -> Tensor:
         """Send block r of dim 0 to rank r and receive block r from rank r; its own transpose."""
         if self._exchange.num_ranks == 1:
@@ -362,6 +364,7 @@ class CollectiveWire:
         dist.all_to_all_single(received, blocks.contiguous(), group=self._exchange.group)
         return received
 
+    @unseen()
     def _add_split(self, blocks: Tensor) -> Tensor:
         """Sum this rank's part over the ranks that split the same experts, in at least fp32."""
         group = self._exchange.etp_group
@@ -373,6 +376,7 @@ class CollectiveWire:
         return summed
 
 
+@unseen()
 def _gathered(blocks: Tensor, group: Any) -> Tensor:
     """Concatenate, along dim 0, the blocks of all ranks of a group; None is one rank."""
     if group is None:

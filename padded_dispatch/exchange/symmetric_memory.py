@@ -32,7 +32,7 @@ from torch import Tensor
 
 from padded_dispatch.exchange.hosts import Hosts, gather_objects, groups_of, machine
 from padded_dispatch.exchange.mirror import time_limit
-from padded_dispatch.utils.phases import is_capturing
+from padded_dispatch.utils.phases import is_capturing, unseen
 
 _ALIGNMENT = 256
 _NATIVE_ATOMICS = 3  # the driver's attribute of two GPUs that is 1 only if NVLink connects them
@@ -175,6 +175,7 @@ def shared_memory(group: dist.ProcessGroup) -> SharedMemory:
     return _shared.setdefault(group, SharedMemory())
 
 
+@unseen()
 def buffers_for(
     group: dist.ProcessGroup,
     shape: Shape,

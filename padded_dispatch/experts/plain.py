@@ -25,10 +25,12 @@ from padded_dispatch.experts.scaled import quantize, widen
 from padded_dispatch.experts.store import RUN_ONCE, Room
 from padded_dispatch.kernels import Scaled
 from padded_dispatch.routing import require_choices
+from padded_dispatch.utils.phases import unseen
 
 NO_LEVEL = 2**31 - 1  # Every place is below it.
 
 
+@unseen()
 def store_offsets(
     count_SL: Tensor,
     room: Room,

@@ -46,7 +46,7 @@ from padded_dispatch.megatron.compat import (
 )
 from padded_dispatch.megatron.config import Refused, padded_options, refusals
 from padded_dispatch.megatron.stacked_linear import Offsets, StackedLinear
-from padded_dispatch.utils.phases import is_capturing
+from padded_dispatch.utils.phases import is_capturing, unseen
 
 _REMEDY = 'PaddedOptions(experts="module")'
 
@@ -243,6 +243,7 @@ class StackedExperts(MegatronModule):
         self._scaled = None  # Parameters go to another device, or get another dtype.
         return super()._apply(fn, recurse)
 
+    @unseen()
     def _refreshed(self) -> ScaledWeights:
         """Return the weights in e4m3 as they are now."""
         weights = self.linear_fc1.weight, self.linear_fc2.weight

@@ -30,7 +30,7 @@ from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.routing import select
-from padded_dispatch.utils.phases import require_first_derivatives, trains
+from padded_dispatch.utils.phases import require_first_derivatives, trains, unseen
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _GATING = TopKRouter.gating  # Others may patch it later.
@@ -169,10 +169,12 @@ class SelectAfterCounting(TopKRouter):
         selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
         # Each pass is counted once: recompute runs the router twice.
         observers = self.dispatcher.observers if trains() else []
-        for observer in observers if self.training else [self.dispatcher.eval_counters]:
-            observer.observe(map_TE, probs_TE.detach(), selection)
+        with unseen():
+            for observer in observers if self.training else [self.dispatcher.eval_counters]:
+                observer.observe(map_TE, probs_TE.detach(), selection)
         return selection.probs_TE, selection.kept_TE
 
+    @unseen()
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         # Replaces stock's, which (0.16.1 to 0.19.0) combines [T, E] with a mask [T], and raises.
         if self.enable_expert_bias and trains():

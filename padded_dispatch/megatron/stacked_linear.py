@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from padded_dispatch.config import require
 from padded_dispatch.experts import Sums
-from padded_dispatch.utils.phases import is_capturing
+from padded_dispatch.utils.phases import is_capturing, unseen
 
 # Results of `StackedLinear.spare` by shape, dtype and device; the linears keep them alive.
 _spares: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
@@ -128,6 +128,7 @@ class StackedLinear(nn.Module):
         """Return the bias of each expert, [L, out]."""
         return None if self.bias is None else self.by_expert(self.bias)
 
+    @unseen()
     def sums(self, adds: bool) -> Sums | None:
         """Return DDP's buffer to which the backward of this pass adds the weight's gradient.
 

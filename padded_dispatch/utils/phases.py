@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.cuda import nvtx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from padded_dispatch.config import require
 
@@ -40,6 +41,15 @@ def trains() -> bool:
     hooks = torch_c._autograd._top_saved_tensors_default_hooks(True)
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
     return torch.is_grad_enabled() and not name.startswith("_checkpoint_hook")
+
+
+def unseen() -> Any:
+    """Return a context, or a decorator, in which torch's dispatch modes see no operation.
+
+    Selective activation checkpointing numbers the operations of a pass and of its recompute. What
+    only one of them runs must not be among these: counting, comparing, allocating once.
+    """
+    return _disable_current_modes()
 
 
 def require_first_derivatives() -> None:

@@ -97,7 +97,7 @@ def _one_more_call(rank: int, device: str = "cpu") -> str:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         limit_s = 2.0
     group = dist.new_group()
-    config = DispatchConfig(num_experts=4, top_k=2, num_ranks=2)
+    config = DispatchConfig(num_experts=4, top_k=4, num_ranks=2)
     with pytest.MonkeyPatch.context() as monkeypatch:
         # NCCL's own watchdog has the group's limit; this wait must end long before.
         monkeypatch.setattr(mirror_module, "time_limit", lambda group: limit_s)

@@ -30,7 +30,7 @@ from tests.support.device import INTERPRETED, small_tiles
 from tests.support.direct_parity import differences
 from tests.support.machines import rails_of, ranks_on
 from tests.support.threads import grid, poisoned_memory, run_on_threads, threads_as_ranks
-from tests.support.whole_layers import OneRank, make_case, stacks_are_empty
+from tests.support.whole_layers import OneRank, make_case, selective, stacks_are_empty
 
 pytestmark = INTERPRETED
 
@@ -93,6 +93,7 @@ class Model:
         self, case: Case, run: Any = packed.run, dtype: torch.dtype = torch.float32
     ) -> None:
         self.case, self.run, self.store = case, run, Store()
+        self.add = Tensor.add_  # A result can be changed in place.
         if case.machines:
             self.exchange: Any = rails_of(case.local_experts, case.exchange, torch.device("cpu"))
         elif case.exchange == "direct":
@@ -132,7 +133,7 @@ class Model:
             take_room = room or partial(self.store.take, [number], case.tokens)
             given = self.weights[number], case.activation, Call(wire=wire, take_room=take_room)
             out_TD = self.run(hidden_TD, prob_TK, *given)
-            hidden_TD = out_TD.add_(hidden_TD)  # It can be changed in place.
+            hidden_TD = self.add(out_TD, hidden_TD)
         return hidden_TD
 
     def gradients(self) -> dict[str, Tensor]:
@@ -425,6 +426,27 @@ def test_recompute_frees_what_the_first_pass_kept(monkeypatch):
         made.clear()
         found.append({"out": out_TD.detach()} | model.gradients())
     assert differences(*found) == []
+
+
+def _selectively_recomputed(case: Case, saves: str) -> dict[str, Tensor]:
+    model = Model(case)
+    model.add = torch.add  # What selective recompute has saved may not be changed.
+    run = partial(model.forward, partial(scratch, case.config, case.tokens))
+    how: dict[str, Any] = {"use_reentrant": False, "context_fn": selective(saves)}
+    out_TD = checkpoint(run, **how) if saves else run()
+    out_TD.backward(model.grad_TD)
+    return {"out": out_TD.detach()} | model.gradients()
+
+
+@pytest.mark.parametrize("exchange", ["alltoall", "direct"])
+def test_selective_recompute_has_the_same_bits(exchange: str):
+    """Kernels are no operations of torch's: they run again, in memory that may be the first's."""
+    case = Case(ranks=2, routings=("hot",), exchange=exchange, biased=True, **SMALL)
+    with poisoned_memory(), threads_as_ranks():
+        expected = run_on_threads(2, _selectively_recomputed, case, "")
+        for saves in ("nothing", "all"):
+            found = run_on_threads(2, _selectively_recomputed, case, saves)
+            assert not any(map(differences, found, expected)), saves
 
 
 def test_sizes_that_products_need(monkeypatch):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch.counters import Counters
 from padded_dispatch.megatron import PaddedOptions, dispatcher
@@ -17,6 +18,7 @@ from padded_dispatch.megatron.compat import found, iteration_graph
 from tests.support import tiny
 from tests.support.parity import megatron
 from tests.support.pool import WorkerError
+from tests.support.whole_layers import SAVES, selective
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -155,6 +157,28 @@ def test_the_first_pass_of_recompute_is_not_counted(experts):
         found.append([counts(one) for one in both])
     nothing, two_passes = (0, 0), (2, 16)
     assert found == [[nothing, nothing], [two_passes, nothing], [two_passes, two_passes]]
+
+
+@pytest.mark.parametrize("saves", SAVES)
+@pytest.mark.parametrize("experts", ["module", "packed"])
+def test_selective_recompute_counts_a_pass_once_and_has_its_gradients(experts, saves):
+    """torch numbers the operations of both passes: what one of them counts is not among these."""
+    found = []
+    for how in ({}, {"use_reentrant": False, "context_fn": selective(saves)}):
+        settings = {"moe_expert_capacity_factor": 0.5} | tiny.EXPERT_BIAS
+        moe, hidden = tiny.padded_layer(experts=experts, **settings), tiny.tokens(13)
+        hidden.requires_grad_()
+        out = hidden
+        for _ in range(2):
+            out = (
+                checkpoint(lambda given, moe=moe: moe(given)[0], out, **how) if how else moe(out)[0]
+            )
+        out.backward(out.detach().cos())
+        counters = moe.token_dispatcher.counters
+        assert counters.num_passes == 2
+        counted = counters.totals, counters.max_need, moe.router.local_tokens_per_expert
+        found.append([out, hidden.grad, *counted, *(one.grad for one in moe.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("experts", ["module", "packed"])

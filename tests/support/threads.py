@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from padded_dispatch.exchange import agreement, direct, hosts, symmetric_memory
 from padded_dispatch.exchange.hosts import Hosts, groups_of
+from padded_dispatch.utils.phases import unseen
 
 _DONE = ret_work(None)
 
@@ -74,7 +75,7 @@ class _Turns:
         else:
             del self._waiting[group.group_name]
             self._ready.extend(other for other in of_rank if other != rank)
-            with torch.no_grad():
+            with torch.no_grad(), unseen():
                 copy([of_rank[member] for member in group.ranks])
 
 

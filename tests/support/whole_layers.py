@@ -15,7 +15,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
 from padded_dispatch.experts.padded import ExpertInput
@@ -52,6 +56,25 @@ class Case:
     layers: Sequence[Layer]
     tokens_STD: NDArray
     grad_STD: NDArray
+
+
+# What torch's selective activation checkpointing saves of a pass, by name; it computes the rest.
+SAVES: dict[str, Callable[[Any], bool]] = {
+    "nothing": lambda op: False,
+    "products": lambda op: op.name() in ("aten::mm", "aten::addmm", "aten::bmm"),
+    "memory": lambda op: op.name().startswith(("aten::new_", "aten::empty", "aten::zeros")),
+    "all": lambda op: not op._schema.is_mutable and not op.is_view,
+}
+
+
+def selective(saves: str) -> Callable[[], Any]:
+    """Return the contexts of a checkpoint that saves results of these operations."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **given: Any) -> CheckpointPolicy:
+        saved = SAVES[saves](op)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(create_selective_checkpoint_contexts, policy)
 
 
 def make_case(
@@ -339,12 +362,15 @@ class Model:
         for layer in range(len(self.case.layers)):
             given = rank, layer, tokens_TD
             if recompute:
-                reentrant = recompute == "reentrant"
-                add: Any = checkpoint(self.layer, *given, use_reentrant=reentrant)
+                how: dict[str, Any] = {"use_reentrant": recompute == "reentrant"}
+                if recompute in SAVES:
+                    how["context_fn"] = selective(recompute)
+                add: Any = checkpoint(self.layer, *given, **how)
                 assert stacks_are_empty(self.store)
             else:
                 add = self.layer(*given)
-            tokens_TD = add.add_(tokens_TD)  # A layer's output can be changed in place.
+            # A layer's output can be changed in place, unless selective recompute has saved it.
+            tokens_TD = add + tokens_TD if recompute in SAVES else add.add_(tokens_TD)
         return tokens_TD
 
 
@@ -358,7 +384,7 @@ def check(case: Case, pool: str, recompute: str = "") -> None:
     """Compare a pass of the dispatcher on all ranks with the oracle.
 
     `pool`: "padded" for experts that read padded cells; else our packed experts compute.
-    `recompute`: "reentrant" or "other", if backward computes each layer again.
+    `recompute`: "reentrant" or "other", or a name in `SAVES`, if backward computes layers again.
     """
     given = case, pool, recompute
     results = on_all_ranks(case.config, one_pass, *given, machines=case.machines)
