@@ -76,6 +76,7 @@ def require_tokens(num_tokens: int) -> None:
     """Raise if T = 0, because a rank without tokens has no static shape."""
     fix = "pad the batch so that every rank has a token"
     require(num_tokens >= 1, "num_tokens", num_tokens, "be at least 1", fix)
+    require(num_tokens < 2**31, "num_tokens", num_tokens, "be below 2**31")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +115,8 @@ class DispatchConfig:
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "alignment", "num_ranks", "etp_size"):
             value = getattr(self, name)
-            is_whole = type(value) is int and value >= 1
-            require(is_whole, name, value, "be a whole number of at least 1")
+            is_whole = type(value) is int and 1 <= value < 2**31
+            require(is_whole, name, value, "be a whole number of at least 1, below 2**31")
         top_k, num_experts = self.top_k, self.num_experts
         rule = f"be at most num_experts={num_experts}"
         require(top_k <= num_experts, "top_k", top_k, rule, "lower top_k")

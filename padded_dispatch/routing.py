@@ -61,9 +61,10 @@ def select(
         policy: see the module's docstring.
 
     Raises:
-        ValueError: if the policy is unknown.
+        ValueError: if the policy is unknown, or the capacity below 1.
     """
     require(policy in POLICIES, "policy", policy, f"be one of {', '.join(POLICIES)}")
+    require(capacity >= 1, "capacity", capacity, "be at least 1")
     kept_TE, demand_E = map_TE, None
     if capacity < len(map_TE):
         kept_TE, demand_E = kept_map(map_TE, probs_TE.detach(), capacity, policy)
@@ -122,11 +123,12 @@ def make_plan(map_TE: Tensor, *, top_k: int) -> Plan:
 
     Args:
         map_TE: bool [T, E], T at least 1.
-        top_k: experts per token that the plan has room for (K).
+        top_k: experts per token that the plan has room for (K), at least 1.
 
     Example: K = 2, `map = [[1, 0, 1], [0, 0, 1], [0, 0, 0]]` give `expert = [[0, 2], [2, -1], [-1,
     -1]]`, `place = [[0, 0], [1, -1], [-1, -1]]` and `kept = [1, 0, 2]`.
     """
+    require(top_k >= 1, "top_k", top_k, "be at least 1")
     plan = plan_in_torch
     if map_TE.is_cuda:
         from padded_dispatch.kernels.plan import plan

@@ -17,6 +17,15 @@ LARGE_TE = routing_map(1031, 67, 7, skew="hot", seed=5)
 LARGE = RoutingCase(map_TE=LARGE_TE, probs_TE=LARGE_TE, top_k=6, capacity=1)
 
 
+@pytest.mark.parametrize("number", [0, -1])
+def test_less_than_one_slot_or_choice_is_refused(number):
+    map_TE = torch.ones(2, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=rf"^capacity must be at least 1, got {number}$"):
+        select(map_TE, map_TE.float(), capacity=number)
+    with pytest.raises(ValueError, match=rf"^top_k must be at least 1, got {number}$"):
+        make_plan(map_TE, top_k=number)
+
+
 @POLICIES
 @given(case=routing_cases())
 def test_select_is_the_reference(policy, case: RoutingCase):

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from padded_dispatch.config import require
+from padded_dispatch.config import is_positive, require
 from padded_dispatch.counters import Counters
 from padded_dispatch.exchange import Wire
 from padded_dispatch.experts.scaled import ScaledWeights
@@ -59,7 +59,10 @@ class Activation:
     def __post_init__(self) -> None:
         known = get_args(Function)
         require(self.function in known, "function", self.function, f"be one of {', '.join(known)}")
-        require(self.clamp > 0, "clamp", self.clamp, "be above 0")
+        require(is_positive(self.clamp), "clamp", self.clamp, "be a number above 0")
+        is_number = isinstance(self.offset, int | float) and math.isfinite(self.offset)
+        require(is_number, "offset", self.offset, "be a finite number")
+        require(isinstance(self.gated, bool), "gated", self.gated, "be True or False")
         is_default = (self.clamp, self.offset) == (math.inf, 0.0)
         rule = f"be True with clamp={self.clamp} and offset={self.offset}"
         require(self.gated or is_default, "gated", self.gated, rule, "leave both out")
