@@ -122,10 +122,10 @@ def run(
     prob_N = prob_SPK.flatten().index_select(0, choice_N)
     kept_L = offsets[:: len(values_SPD)].diff().tolist()
     out_ND = _experts(take(values_SPD, slot_N), prob_N, kept_L, weights, activation)
-    sum_SPD = add(out_ND, slot_N, *values_SPD.shape[:2])
+    sum_TD = wire.bring(add(out_ND, slot_N, *values_SPD.shape[:2]))
     if room.top is not None:
-        sum_SPD = _Release.apply(sum_SPD, room, offsets, before)
-    return wire.bring(sum_SPD)
+        sum_TD = _Release.apply(sum_TD, room, offsets, before)
+    return sum_TD
 
 
 def _experts(
@@ -243,19 +243,20 @@ class _Release(torch.autograd.Function):
     """Return the sums of a pass as they are; backward gives its rows back to the store."""
 
     # On CPUs no step of backward reads the store, so giving back can be its first step. The first
-    # step runs whichever of the inputs have gradients.
+    # step runs whichever of the inputs have gradients, and a second backward raises before any
+    # collective.
 
     @staticmethod
-    def forward(ctx, sum_SPD, room, offsets, before):
+    def forward(ctx, sum_TD, room, offsets, before):
         ctx.state = room, offsets, before
-        return sum_SPD.detach()  # Autograd would forbid to change the input itself in place.
+        return sum_TD.detach()  # Autograd would forbid to change the input itself in place.
 
     @staticmethod
-    def backward(ctx, grad_SPD):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.state is None:
             raise ValueError(RUN_ONCE)
         (room, offsets, before), ctx.state = ctx.state, None
         if room.gives_back():
             release(room.top, offsets, before)
             room.close()
-        return grad_SPD, None, None, None
+        return grad_TD, None, None, None
