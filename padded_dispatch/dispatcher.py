@@ -14,7 +14,7 @@ dispatch and combine are each other's transpose.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,12 @@ from torch import Tensor
 from padded_dispatch import experts
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange import Exchange, Wire, choose
-from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes
+from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes, kind_of
 from padded_dispatch.experts import Activation, Call, ExpertWeights, padded
 from padded_dispatch.experts.padded import DispatchState, ExpertInput
 from padded_dispatch.experts.store import Store, room_of_pass
 from padded_dispatch.routing import Selection, choice_probs, make_plan, select
+from padded_dispatch.utils.phases import in_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,9 @@ class Dispatched:
     expert_input: ExpertInput
     selection: Selection
     state: DispatchState
+
+
+_CELLS = object()  # The activation of experts that read padded cells, which have their own.
 
 
 class PaddedDispatcher:
@@ -61,7 +65,7 @@ class PaddedDispatcher:
             which a pass runs the layers. None creates a store for this layer alone.
 
     Attributes:
-        config: may be replaced between passes, on all ranks alike, to change the capacity factor.
+        config: may be replaced between steps, on all ranks alike, to change the capacity factor.
         store: where `run` keeps rows for backward.
 
     Raises:
@@ -77,7 +81,7 @@ class PaddedDispatcher:
         exchange: ExchangeKind = "auto",
         store: Store | None = None,
     ) -> None:
-        self.config = config
+        self.config = self._last_config = config
         self._choose_args = group, etp_group, exchange
         self.agreement = Agreement(group, etp_group)
         sizes = {"num_ranks": config.num_ranks, "etp_size": config.etp_size}
@@ -143,26 +147,35 @@ class PaddedDispatcher:
         tokens_TD: Tensor,
         probs_TE: Tensor,
         map_TE: Tensor,
-        weights: ExpertWeights | None = None,
-        activation: Activation | None = None,
+        weights: Any = None,
+        activation: Any = _CELLS,
     ) -> tuple[Selection, Tensor, Wire]:
         """Check and plan a pass; return its selection, its choices' probabilities and its wire."""
-        config, packed = self.config, weights is not None  # Without weights: padded cells.
-        tensors = {"probs_TE": probs_TE, "map_TE": map_TE}
-        if weights is not None:
-            tensors |= weights.tensors()
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        config, packed = self.config, activation is not _CELLS
+        values: dict[str, Any] = {"probs_TE": probs_TE, "map_TE": map_TE}
+        if packed:
+            is_whole = isinstance(weights, ExpertWeights)
+            values |= weights.tensors() if is_whole else {"weights": weights}
+        tensors = {name: one for name, one in values.items() if isinstance(one, Tensor)}
+        kinds = {name: kind_of(value) for name, value in values.items()}
+        needing = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        same = not in_backward() or config == self._last_config
         rules = (
             ("packed", packed),
-            ("dtype of probabilities", probs_TE.dtype),
-            ("dtype of map", map_TE.dtype),
-            ("probabilities need gradients", probs_TE.requires_grad),
-            ("any need gradients", any(t.requires_grad for t in (tokens_TD, *tensors.values()))),
+            ("probabilities need gradients", "probs_TE" in needing),
+            ("any need gradients", bool(needing) or getattr(tokens_TD, "requires_grad", False)),
             ("activation", activation),
-            *((f"shape of {name}", shape) for name, shape in shapes.items()),
+            ("config is that of the pass that is recomputed", same),
+            *kinds.items(),
         )
         broke_off = any(exchange.broke_off() for exchange in self._exchanges.values())
         agree_on_shapes(self.agreement, config, tokens_TD, rules, broke_off=broke_off)
+        rule = "stay as it is until backward has recomputed the pass, whose rows it decides"
+        require(same, "config", config, rule, "replace it between steps")
+        self._last_config = config
+        for name, kind in kinds.items():
+            require(name in tensors, name, kind, "be a tensor, or ExpertWeights of tensors")
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         in_cells = config.capacity_pool == "expert" and not config.fits
         pool, rule = config.capacity_pool, "be 'expert' with experts that read padded cells"
         has_room = packed or in_cells or config.fits
@@ -170,7 +183,15 @@ class PaddedDispatcher:
         (num_tokens, width), device = tokens_TD.shape, tokens_TD.device
         of_map = num_tokens, config.num_experts
         wanted: dict[str, tuple[int, ...]] = {"probs_TE": of_map, "map_TE": of_map}
-        if weights is not None and activation is not None:
+        if packed:
+            is_one = isinstance(activation, Activation)
+            require(is_one, "activation", activation, "be an Activation", "Activation() is SwiGLU")
+            for name in [name for name in tensors if name not in wanted]:
+                dtype, rule = (
+                    tensors[name].dtype,
+                    f"have the dtype of the tokens, {tokens_TD.dtype}",
+                )
+                require(dtype == tokens_TD.dtype, name, dtype, rule)
             local, ffn = config.num_local_experts, shapes["fc2_LDF"][-1]
             fc1_width = (1 + activation.gated) * ffn
             wanted |= {"fc1_LGD": (local, fc1_width, width), "fc2_LDF": (local, width, ffn)}

@@ -218,20 +218,41 @@ def _differing(what: str) -> str:
     config = DispatchConfig(**sizes, capacity_pool=pool, capacity_factor=1.0)
     exchange: Any = "direct" if what == "exchange" and other else "auto"
     num_tokens = 0 if what == "none" else 3
-    given = torch.zeros(num_tokens, 3), torch.zeros(num_tokens, 4), torch.zeros(num_tokens, 4) > 0
+    given: Any = [torch.zeros(num_tokens, size) for size in (3, 4, 4)]
+    given[2] = given[2] > 0
     fc1_LGD = torch.zeros(1 if what == "weights" and other else 2, 2, 3)
-    weights = ExpertWeights(fc1_LGD=fc1_LGD, fc2_LDF=torch.zeros(2, 3, 1))
+    weights: Any = ExpertWeights(fc1_LGD=fc1_LGD, fc2_LDF=torch.zeros(2, 3, 1))
     given[1].requires_grad_(what == "probabilities" and other)
-    fc1_LGD.requires_grad_(what == "frozen" and other)
+    fc1_LGD.requires_grad_(what in ("frozen", "recompute") and (other or what == "recompute"))
+    activation: Any = None if what == "activation" and other else Activation()
+    if what in CHANGES and other:
+        index, change = CHANGES[what]
+        given[index] = change(given[index])
+    if what == "dtype" and other:
+        weights = ExpertWeights(fc1_LGD=fc1_LGD.double(), fc2_LDF=torch.zeros(2, 3, 1).double())
+    if what == "no weights" and other:
+        weights = {"fc1_LGD": fc1_LGD}
     try:
         dispatcher = PaddedDispatcher(config, group=dist.group.WORLD, exchange=exchange)
         if what == "pool" or (what == "method" and other):
             dispatcher.dispatch(*given)
+        elif what == "recompute" and other:
+            checkpoint(dispatcher.run, *given, weights, activation, use_reentrant=False)
         else:
-            dispatcher.run(*given, weights, Activation())
+            dispatcher.run(*given, weights, activation)
     except ValueError as error:
         return str(error)
     return "none"
+
+
+# What the second rank gives instead of the tokens, probabilities and map.
+CHANGES: dict[str, tuple[int, Any]] = {
+    "dimensions": (0, lambda tokens_TD: tokens_TD[None]),
+    "no tensor": (0, lambda tokens_TD: tokens_TD.tolist()),
+    "integers": (0, lambda tokens_TD: tokens_TD.int()),
+    "list": (1, lambda probs_TE: probs_TE.tolist()),
+    "no map": (2, lambda map_TE: None),
+}
 
 
 @pytest.mark.parametrize(
@@ -241,7 +262,16 @@ def _differing(what: str) -> str:
         ("method", "packed is True on rank 0, False on rank 1"),
         ("pool", "capacity_pool is expert on rank 0, store on rank 1"),
         ("size", "num_ranks is 2 on rank 0, 1 on rank 1"),
-        ("weights", "shape of fc1_LGD is (2, 2, 3) on rank 0, (1, 2, 3) on rank 1"),
+        ("weights", "fc1_LGD is ((2, 2, 3), torch.float32, 'cpu') on rank 0, ((1, 2, 3), "),
+        ("dtype", "fc1_LGD is ((2, 2, 3), torch.float32, 'cpu') on rank 0, ((2, 2, 3), torch.fl"),
+        ("no weights", "weights is absent on rank 0, dict on rank 1"),
+        ("activation", "offset=0.0) on rank 0, None on rank 1"),
+        ("recompute", "pass keeps what backward reads is True on rank 0, False on rank 1"),
+        ("dimensions", "D is 3 on rank 0, ((1, 3, 3), torch.float32, 'cpu') on rank 1"),
+        ("no tensor", "D is 3 on rank 0, list on rank 1"),
+        ("integers", "D is 3 on rank 0, ((3, 3), torch.int32, 'cpu') on rank 1"),
+        ("list", "probs_TE is ((3, 4), torch.float32, 'cpu') on rank 0, list on rank 1"),
+        ("no map", "map_TE is ((3, 4), torch.bool, 'cpu') on rank 0, NoneType on rank 1"),
         ("probabilities", "probabilities need gradients is False on rank 0, True on rank 1"),
         ("frozen", "any need gradients is False on rank 0, True on rank 1"),
         ("none", "num_tokens must be at least 1, got 0"),
@@ -297,6 +327,80 @@ def test_shapes_that_do_not_fit_are_refused(what):
     words = re.escape(f"{what} must have shape {SHAPES[what]}, got {shapes[what]}")
     with pytest.raises(ValueError, match=f"^{words}$"):
         dispatcher.run(torch.zeros(3, 3), *routing, ExpertWeights(**given), Activation())
+
+
+def _given(**changes: Any) -> list[Any]:
+    made: dict[str, Any] = {"tokens": torch.zeros(3, 3), "probs": torch.zeros(3, 4)}
+    made |= {"map": torch.zeros(3, 4) > 0, "activation": Activation()}
+    shapes = {"fc1_LGD": (4, 2, 3), "fc2_LDF": (4, 3, 1)}
+    made["weights"] = ExpertWeights(**{name: torch.zeros(size) for name, size in shapes.items()})
+    made |= changes
+    return [made[name] for name in ("tokens", "probs", "map", "weights", "activation")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": torch.zeros(3, 1, 3)}, "tokens_TD must be a floating point tensor [T, D], got"),
+        ({"tokens": torch.zeros(3, 3).int()}, "tokens_TD must be a floating point tensor [T, D]"),
+        ({"tokens": [[0.0]]}, "tokens_TD must be a floating point tensor [T, D], got 'list'; fla"),
+        ({"probs": [[0.0]]}, "probs_TE must be a tensor, or ExpertWeights of tensors, got 'list'"),
+        (
+            {"weights": None},
+            "weights must be a tensor, or ExpertWeights of tensors, got 'NoneType'",
+        ),
+        (
+            {"activation": None},
+            "activation must be an Activation, got None; Activation() is SwiGLU",
+        ),
+        (
+            {"tokens": torch.zeros(3, 3, dtype=torch.bfloat16)},
+            "fc1_LGD must have the dtype of the tokens, torch.bfloat16, got torch.float32",
+        ),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_what_is_no_tensor_or_has_another_dtype_is_refused(changes, words):
+    dispatcher = PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2))
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+        dispatcher.run(*_given(**changes))
+
+
+def _backward_twice_on_one_rank() -> str:
+    case = make_case(config_of("store", 2), ["thin"])
+    model, rank = Model(case, "store"), OneRank(case)
+    out_TD = model.forward(rank)
+    out_TD.sum().backward(retain_graph=True)
+    if dist.get_rank() == 0:
+        return "none"
+    with pytest.raises(ValueError, match="backward must run once") as error:
+        out_TD.sum().backward()
+    return str(error.value)
+
+
+def test_a_second_backward_on_one_rank_raises_before_it_waits():
+    assert run_on_threads(2, _backward_twice_on_one_rank)[0] == "none"
+
+
+def _replaced(case: Case, recompute: str) -> str:
+    model, rank = Model(case, "store"), OneRank(case)
+    out_TD = model.forward(rank, recompute)
+    for dispatcher in model.dispatchers:
+        dispatcher.config = dataclasses.replace(case.config, capacity_factor=0.1)
+    try:
+        rank.found(out_TD)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
+def test_a_factor_that_is_replaced_before_backward_recomputes_is_refused():
+    """The second pass would keep other rows; without recompute the pass has what it decided."""
+    case = make_case(config_of("store", 2), ["hot"])
+    words = "config must stay as it is until backward has recomputed the pass, whose rows it dec"
+    for recompute, wanted in (("", "none"), ("other", words), ("reentrant", words)):
+        found = run_on_threads(2, _replaced, case, recompute)
+        assert all(one.startswith(wanted) for one in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])

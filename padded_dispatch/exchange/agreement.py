@@ -18,6 +18,7 @@ no eager call has compared before raise.
 import json
 from collections.abc import Iterable
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, require, require_tokens
 from padded_dispatch.exchange.mirror import differing, mirror_of
-from padded_dispatch.utils.phases import is_capturing, unseen
+from padded_dispatch.utils.phases import is_capturing, trains, unseen
 
 # Named values. Ranks agree if the text of each value is the same.
 NamedValues = tuple[tuple[str, object], ...]
@@ -138,12 +139,13 @@ def agree_on_shapes(
 ) -> None:
     """Compare everything that decides a result over the ranks, before the routing is known.
 
-    T = 0 is checked after the comparison, so every rank raises and none is left in a collective.
+    Tokens are checked after the comparison, so every rank raises and none is left in a collective.
 
     Args:
         agreement: over the layer's groups.
         config: of the pass.
-        tokens_TD: its shape, dtype, kind of device and need for gradients are compared.
+        tokens_TD: its shape, dtype, kind of device and need for gradients are compared, as is
+            whether this is the first pass of recompute.
         rules: further values that must be equal on all ranks.
         broke_off: whether the pass before has sent rows and not returned them, on this rank.
         any_tokens: ranks may have different T; for passes with `FIT`, which take as many slots as
@@ -152,23 +154,28 @@ def agree_on_shapes(
 
     Raises as `Agreement.check` does, on all ranks.
     """
-    num_tokens, hidden_size = tokens_TD.shape
-    # If one rank alone had no gradients, the others would wait for it in backward.
-    more = (
-        ("gradients are enabled", torch.is_grad_enabled()),
-        ("tokens need gradients", tokens_TD.requires_grad),
-        ("the pass before broke off", broke_off),
-    )
+    is_matrix = isinstance(tokens_TD, Tensor) and tokens_TD.ndim == 2
+    is_matrix = is_matrix and tokens_TD.is_floating_point()
+    num_tokens, hidden_size = tokens_TD.shape if is_matrix else (0, kind_of(tokens_TD))
     agreement.check(
-        (*rules, *more),
+        (
+            *rules,
+            # If one rank alone had no gradients, or recomputed, its peers would wait in backward.
+            ("gradients are enabled", torch.is_grad_enabled()),
+            ("pass keeps what backward reads", trains()),
+            ("tokens need gradients", is_matrix and tokens_TD.requires_grad),
+            ("the pass before broke off", broke_off),
+        ),
         # All sizes follow from these.
         D=hidden_size,
-        dtype=tokens_TD.dtype,
-        device=tokens_TD.device.type,
+        dtype=tokens_TD.dtype if is_matrix else None,
+        device=tokens_TD.device.type if is_matrix else None,
         T="any but 0" if any_tokens and num_tokens else num_tokens,
         **vars(config),
         **shapes,
     )
+    rule, fix = "be a floating point tensor [T, D]", "flatten what stands before D"
+    require(is_matrix, "tokens_TD", hidden_size, rule, fix)
     require_tokens(num_tokens)
     require(
         not broke_off,
@@ -177,6 +184,16 @@ def agree_on_shapes(
         "run to its end on all ranks",
         "mend the first error; to go on, synchronize the devices of all ranks and run a new pass",
     )
+
+
+def kind_of(value: Any) -> object:
+    """Return shape, dtype and kind of device of a tensor, or the type of another value, to compare.
+
+    What only one rank was given wrong must raise on all, so nothing else is read of it before.
+    """
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.device.type
+    return type(value).__name__
 
 
 def _text(values: NamedValues) -> bytes:

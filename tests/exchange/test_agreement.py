@@ -209,6 +209,7 @@ def test_all_that_decides_a_result_is_compared():
         "layout": "padded",
         "rule": "7",
         "gradients are enabled": "True",
+        "pass keeps what backward reads": "True",
         "tokens need gradients": "False",
         "the pass before broke off": "False",
         "num_experts": "4",
