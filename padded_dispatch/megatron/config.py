@@ -32,26 +32,36 @@ NAME = "padded_alltoall"
 _FIELDS: Any = TransformerConfig.__dataclass_fields__
 MOE_FIELDS = tuple(name for name in _FIELDS if name.startswith("moe_"))
 
-# Further fields that decide what a rank computes, so ranks must have the same.
+# Fields that decide what a rank computes of its peers' tokens, so ranks must have the same: those
+# that begin so, and others.
+_BEGIN = "moe_", "activation_func", "fp4", "fp8", "glu_linear_"
 _COMPARED = (
     "add_bias_linear",
+    "bf16",
+    "bias_activation_fusion",
     "cuda_graph_impl",
     "cuda_graph_modules",
     "cuda_graph_scope",
     "delay_wgrad_compute",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
-    "fp4",
-    "fp8",
+    "first_last_layers_bf16",
+    "fp16",
+    "gated_linear_unit",
+    "hidden_size",
     "mlp_chunks_for_training",
+    "num_layers_at_end_in_bf16",
+    "num_layers_at_start_in_bf16",
     "num_moe_experts",
     "overlap_dispatch_backward_with_experts_wgrad",
     "overlap_moe_expert_parallel_comm",
+    "params_dtype",
     "quant_recipe",
     "recompute_granularity",
     "recompute_modules",
     "sequence_parallel",
     "transformer_impl",
+    "use_te_activation_func",
 )
 
 # Fields of `DispatchConfig`, and the fields of Megatron's config that set them.
@@ -311,12 +321,21 @@ def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
 
     They must be equal on all ranks of a layer.
     """
-    fields = {name: _read(config, name) for name in (*MOE_FIELDS, *_COMPARED)}
+    names = (name for name in _FIELDS if name.startswith(_BEGIN))
+    fields = {name: _read(config, name) for name in (*names, *_COMPARED)}
     if (recipe := fields["quant_recipe"]) is not None:  # Its text lacks the configs.
         matchers = [(type(matcher).__name__, vars(matcher)) for matcher in recipe.matchers]
         fields["quant_recipe"] = recipe.configs, matchers
     values = dataclasses.asdict(padded_options(config)) | fields
-    return tuple((name, str(value)) for name, value in values.items() if not callable(value))
+    return tuple((name, _text_of(value)) for name, value in values.items())
+
+
+def _text_of(value: Any) -> str:
+    """Return the text of a value; of a function its name, since an address differs by rank."""
+    if not callable(value):
+        return str(value)
+    function = getattr(value, "func", value)  # of a partial
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def is_ours(config: Any) -> bool:

@@ -96,6 +96,7 @@ class SelectAfterCounting(TopKRouter):
                 ("padding_mask is given", captures and padding_mask is not None),
                 # In backward a rank whose output needs none would leave its peers in the exchange.
                 ("router needs gradients", self.weight.requires_grad),
+                ("dtype of experts", next(self.dispatcher.experts.parameters()).dtype),
                 ("any need gradients", any(tensor.requires_grad for tensor in tensors)),
             ),
             broke_off=self.dispatcher.exchange.broke_off(),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
@@ -86,6 +87,18 @@ def _disagreements() -> dict[str, str]:
         )
         scaled = made(moe_router_topk_scaling_factor=2.0 if other else None)
         differ("moe_router_topk_scaling_factor is None on rank 0, 2.0 on rank 1", scaled)
+        of_experts = {
+            "activation_func": (F.silu, F.gelu, "silu", "gelu"),
+            "gated_linear_unit": (True, False, "True", "False"),
+            "activation_func_clamp_value": (None, 7.0, "None", "7.0"),
+            "glu_linear_offset": (0.0, 1.0, "0.0", "1.0"),
+        }
+        for name, (one, another, *texts) in of_experts.items():
+            words = f"{name} is {texts[0]} on rank 0, {texts[1]} on rank 1"
+            differ(words, made(**{name: another if other else one}))
+        widened = made()
+        widened.dispatcher.experts.to(torch.float64 if other else torch.float32)
+        differ("dtype of experts is torch.float32 on rank 0, torch.float64 on rank 1", widened)
         # They would have the same capacity here, and so the same shapes.
         differ("training is 1 on rank 0, 0 on rank 1", made().train(not other))
         # They differ behind what an error shows of a value.
@@ -121,7 +134,7 @@ def _disagreements() -> dict[str, str]:
         routers = made(), made()
         routers[1].set_layer_number(2)
         # The numbers of dispatchers count those above.
-        differ("caller is layer 1 (dispatcher 14) on rank 0, layer 2 (", routers[other])
+        differ("caller is layer 1 (dispatcher 19) on rank 0, layer 2 (", routers[other])
     return found
 
 
