@@ -30,7 +30,7 @@ from padded_dispatch.experts import Activation, Call, ExpertWeights, Sums
 from padded_dispatch.experts.store import BUFFERS, RUN_ONCE, Buffers, Room
 from padded_dispatch.kernels import Scaled, Segments, SlotList, gemm, grouped, layout, rows
 from padded_dispatch.kernels import activation as curves
-from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
+from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives, wanted
 
 
 def run(
@@ -182,7 +182,9 @@ class _Pass(torch.autograd.Function):
             buffers=state.stack_buffers or Buffers(**{name: saved[name] for name in BUFFERS}),
         )
         weights, operands = ctx.weights, ctx.weights.operands()
-        needs_fc1, needs_fc2, needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[2:6]
+        needs_fc1_bias, needs_fc2_bias = ctx.needs_input_grad[4:6]
+        # Sums change only if this very backward pass asks for the gradient of their weight.
+        needs_fc1, needs_fc2 = wanted(ctx, 2), wanted(ctx, 3)
 
         # 1. Send gradients, and the tokens again if none were kept. Config and T alone decide that:
         # a rank that sent no tokens would leave its peers without them.

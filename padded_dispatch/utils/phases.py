@@ -43,6 +43,23 @@ def trains() -> bool:
     return torch.is_grad_enabled() and not name.startswith("_checkpoint_hook")
 
 
+def wanted(ctx: Any, number: int) -> bool:
+    """Return whether the backward pass that runs in a node asks for the gradient of this tensor.
+
+    `number`: among the tensors that the node was given.
+
+    `ctx.needs_input_grad` only says that some backward pass may: `autograd.grad` of other inputs
+    does not.
+    """
+    node = ctx.next_functions[number][0]
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError:  # `autograd.grad` returns the gradient of this very leaf.
+        return True
+
+
 def unseen() -> Any:
     """Return a context, or a decorator, in which torch's dispatch modes see no operation.
 

@@ -459,6 +459,37 @@ def test_sizes_that_products_need(monkeypatch):
     assert [(weight.shape, multiple) for weight, multiple in asked] == [(shape, 8), (shape, 16)]
 
 
+@pytest.mark.parametrize("experts", [plain, packed], ids=["plain", "packed"])
+def test_a_partial_backward_changes_sums_of_what_it_asks_for_alone(experts: Any):
+    """Also with `zeroed` set, with which a gradient would be stored over the sums."""
+    for asks in ("tokens", "fc2", "all"):
+        model = Model(Case(sums=True, biased=True), experts.run)
+        weights: Any = model.weights[0]
+        weights.fc1_sums.zeroed.fill_(1), weights.fc2_sums.zeroed.fill_(1)
+        out_TD = model.forward()
+        if asks == "tokens":
+            (found,) = torch.autograd.grad(out_TD, model.tokens_TD, model.grad_TD)
+            assert found.any()
+        elif asks == "fc2":
+            out_TD.backward(model.grad_TD, inputs=[weights.fc2_LDF])
+        else:
+            out_TD.backward(model.grad_TD)
+        for name, is_asked in (("fc1", asks == "all"), ("fc2", asks != "tokens")):
+            sums = getattr(weights, f"{name}_sums")
+            changed = not torch.equal(sums.sums_LOI, torch.ones_like(sums.sums_LOI))
+            assert (changed, int(sums.zeroed[0])) == (is_asked, 0 if is_asked else 1)
+
+
+def test_a_gradient_that_is_asked_for_by_name_is_found():
+    """As Transformer Engine's graphs ask for the gradients of weights."""
+    model = Model(Case())
+    weight = model.weights[0].fc1_LGD
+    (found,) = torch.autograd.grad(model.forward(), weight, model.grad_TD)
+    out_TD = model.forward()
+    out_TD.backward(model.grad_TD)
+    assert torch.equal(found, weight.grad)
+
+
 def test_backward_runs_once():
     for experts in (plain, packed):
         model = Model(Case(), experts.run)
