@@ -101,10 +101,10 @@ def test_rails_cross_between_hosts_of_several_ranks():
     assert isinstance(exchange, Rails) and isinstance(exchange.inside, Stores)
     assert exchange.inside.hosts is not None and exchange.kind == "direct"
     shares = "the 2 ranks share a host and reach each other's GPUs"
-    assert reason == f"2 hosts of 2 ranks, {shares}"
+    assert reason == f"2 hosts of 2 ranks; {shares}"
     exchange, reason = chosen("auto", Stores, machines="aabb")
     assert isinstance(exchange, Rails) and isinstance(exchange.inside, Collectives)
-    assert reason == "2 hosts of 2 ranks, GPU 0, which has no NVLink to GPU 1"
+    assert reason == "2 hosts of 2 ranks; GPU 0, which has no NVLink to GPU 1"
     for kind, device in (("alltoall", CUDA), ("auto", torch.device("cpu"))):
         exchange, _ = chosen(kind, machines="aabbcc", device=device)
         assert isinstance(exchange, Rails) and exchange.kind == "alltoall"
@@ -113,13 +113,19 @@ def test_rails_cross_between_hosts_of_several_ranks():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"machines": "aaab"}, "direct stores need several ranks on each host, got 4 hosts of 1"),
-        ({"machines": "aabb", "config": CELLS}, "direct stores on 2 hosts of 2 ranks need capaci"),
+        ({"machines": "aaab"}, "direct stores need several ranks on each host"),
+        (
+            {"machines": "aabb", "config": CELLS},
+            "direct stores need capacity_pool='store' across hosts",
+        ),
     ],
 )
 def test_what_crosses_without_a_rail(changes, reason):
     exchange, why = chosen("auto", **changes)
-    assert isinstance(exchange, Collectives) and why.startswith(reason)
+    assert isinstance(exchange, Collectives) and re.fullmatch(
+        rf"\d hosts of \d ranks?; {reason}", why
+    )
+    assert exchange.num_away in (1, 2)
     with pytest.raises(ValueError, match=f"^exchange must be auto or .*, got 'direct'; {reason}"):
         chosen("direct", **changes)
     exchange, _ = chosen("alltoall", machines="aabb", etp=GROUP)

@@ -61,12 +61,14 @@ def choose(
     hosts = hosts_of(group) if group is not None and group.size() > 1 else None
     if hosts is not None and hosts.num_hosts == 1:
         hosts = None
+    if hosts is not None:
+        collectives.num_away = hosts.num_away
     shares = packed and config.capacity_pool == "store" and collectives.etp_group is None
     if hosts is not None and not reason:
         if not shares:
-            reason = f"direct stores on {hosts} need capacity_pool='store'"
+            reason = "direct stores need capacity_pool='store' across hosts"
         elif hosts.num_inside == 1:
-            reason = f"direct stores need several ranks on each host, got {hosts}"
+            reason = "direct stores need several ranks on each host"
     require(kind != "direct" or not reason, "exchange", kind, "be auto or alltoall here", reason)
     if kind == "alltoall":
         reason = f'exchange="{kind}" was asked for'
@@ -81,7 +83,10 @@ def choose(
             if kind == "direct":
                 raise
             reason = str(error)
-    if hosts is None or group is None or not shares or hosts.num_inside == 1:
+    if hosts is None or group is None:
         return direct or collectives, reason
+    reason = f"{hosts}; {reason}"
+    if not shares or hosts.num_inside == 1:
+        return collectives, reason
     inside, rail = groups_of(group, device)
-    return Rails(direct or Collectives(local, inside), hosts, rail, device), f"{hosts}, {reason}"
+    return Rails(direct or Collectives(local, inside), hosts, rail, device), reason

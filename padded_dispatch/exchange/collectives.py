@@ -110,7 +110,12 @@ class Collectives:
         group: the expert-parallel group (R ranks), or None for one rank.
         etp_group: the group whose ranks split every expert's ffn, or None for one rank.
         ascends: whether a token's experts ascend, as in a source's own plan.
+
+    Attributes:
+        num_away: how many ranks, whose tokens come here, are on other hosts.
     """
+
+    num_away = 0
 
     def __init__(
         self,

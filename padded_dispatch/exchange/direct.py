@@ -63,6 +63,7 @@ class DirectStores:
     """
 
     kind = "direct"
+    num_away = 0
 
     def __init__(
         self,

@@ -44,10 +44,12 @@ class Hosts:
     Attributes:
         ranks_HG: for each host its ranks, by their numbers in the group.
         own: the numbers of this rank's host, and of this rank on it.
+        num_away: ranks on other machines.
     """
 
     ranks_HG: list[list[int]]
     own: tuple[int, int]
+    num_away: int
 
     @property
     def num_hosts(self) -> int:
@@ -72,7 +74,8 @@ def arranged(machines: Sequence[str], rank: int) -> Hosts:
     size = math.gcd(*map(len, ranks_of.values()))
     parts = [ranks[i : i + size] for ranks in ranks_of.values() for i in range(0, len(ranks), size)]
     host = next(number for number, ranks in enumerate(parts) if rank in ranks)
-    return Hosts(ranks_HG=parts, own=(host, parts[host].index(rank)))
+    num_away = len(machines) - len(ranks_of[machines[rank]])
+    return Hosts(ranks_HG=parts, own=(host, parts[host].index(rank)), num_away=num_away)
 
 
 _hosts: WeakKeyDictionary[dist.ProcessGroup, Hosts] = WeakKeyDictionary()

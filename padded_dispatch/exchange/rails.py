@@ -47,6 +47,8 @@ class Rails:
 
     Attributes:
         kind: that of the host's exchange.
+        num_hosts: H.
+        num_away: see `Collectives`.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Rails:
         device: torch.device,
     ) -> None:
         self.kind, self.inside = inside.kind, inside
+        self.num_hosts = hosts.num_hosts
+        self.num_away = hosts.num_away // hosts.num_inside
         local, order = inside.num_local_experts, [*chain(*hosts.ranks_HG)]
         ascends = order == sorted(order)
         self._across = Collectives(hosts.num_inside * local, rail, ascends=ascends)

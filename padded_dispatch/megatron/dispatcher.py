@@ -37,6 +37,7 @@ from padded_dispatch.config import NO_DROP, DispatchConfig, require, row_bytes
 from padded_dispatch.counters import Counters, RoutingObserver
 from padded_dispatch.exchange import Wire, choose
 from padded_dispatch.exchange.agreement import Agreement
+from padded_dispatch.exchange.rails import Rails
 from padded_dispatch.experts import Call, padded
 from padded_dispatch.experts.padded import DispatchState
 from padded_dispatch.experts.store import Store, room_of_pass
@@ -239,6 +240,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             require_weights_stay(self.experts, self.config)
             if self._logs and config.capacity_factor == NO_DROP:
                 self._warn_of_rows(config, tokens_TD)
+            if self._logs and (num_away := self.exchange.num_away):
+                block = config.wire_slots(len(tokens_TD)) * tokens_TD[0].nbytes
+                log_once(
+                    f"padded dispatch: {num_away * block / 2**20:.1f} MiB of tokens come to each "
+                    "rank from other hosts in each layer, and as many of their sums go back"
+                )
         elif self._logs and options.eval_factor is None and config == self.configs.training:
             log_once(
                 "padded dispatch in evaluation: capacity and drops are as in training, because a "
@@ -332,6 +339,8 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             width = self.experts.linear_fc1.weight.shape[1]
             store_gib = rows * row_bytes(width, itemsize) / 2**30
             kept = config.kept_tokens(num_tokens, direct=self.exchange.kind == "direct")
+            if isinstance(self.exchange, Rails):  # What the network brings is kept.
+                kept = max(kept, self.exchange.num_hosts * num_tokens)
             tokens_gib = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30
             drops, in_cells = [], config.capacity_pool == "expert"
             if in_cells and (capacity := config.capacity(num_tokens)) < num_tokens:

@@ -38,6 +38,7 @@ def test_hosts_have_as_many_ranks_each(machines, ranks_HG, words):
         assert found.ranks_HG == ranks_HG and ranks_HG[host][number] == rank
         assert (found.num_hosts, found.num_inside) == (len(ranks_HG), len(ranks_HG[0]))
         assert str(found) == words
+        assert found.num_away == sum(other != machines[rank] for other in machines)
 
 
 def test_a_machine_is_known_by_its_boot(pool2, monkeypatch, tmp_path):

@@ -15,7 +15,9 @@ from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.experts import store
 from padded_dispatch.megatron import dispatcher
 from padded_dispatch.megatron.stacked_linear import StackedLinear, following_zeros
+from padded_dispatch.utils.logs import log_once
 from tests.support import tiny
+from tests.support.machines import ranks_on
 from tests.support.parity import megatron
 from tests.support.tiny import tokens
 
@@ -329,3 +331,43 @@ def test_a_store_for_experts_that_cannot_be_packed_is_refused_by_name():
         "capacity_pool must be expert or auto, because a store needs packed experts, got 'store'; "
         "packed experts do not support\n  moe_apply_probs_on_input=True: "
     )
+
+
+def _said_on(machines: str, pool: str) -> list[str]:
+    """Return what a layer of ranks on these machines logs until its first pass has run."""
+    records: list[logging.LogRecord] = []
+    log = logging.getLogger("padded_dispatch")
+    log_once.cache_clear()
+    with (
+        ranks_on(machines),
+        megatron("cpu", expert_model_parallel_size=4),
+        patch.object(log, "handle", records.append),
+        patch.object(log, "level", logging.INFO),
+    ):
+        log.manager._clear_cache()  # pyright: ignore
+        layer(pool, 1.0)(tokens(2**12).requires_grad_())
+    log.manager._clear_cache()  # pyright: ignore
+    return [record.getMessage() for record in records]
+
+
+@pytest.mark.parametrize(
+    ("machines", "pool", "hosts", "blocks"),
+    [
+        ("aabb", "store", "2 hosts of 2 ranks", 1),
+        ("aaab", "store", "4 hosts of 1 rank", 1),
+        ("aabb", "expert", "2 hosts of 2 ranks", 2),
+    ],
+)
+def test_a_layer_on_several_hosts_says_what_crosses_the_network(
+    pool4, machines, pool, hosts, blocks
+):
+    said, *others = pool4.run(_said_on, machines, pool, timeout_s=60)
+    assert others == [[]] * 3
+    first, *later = said
+    assert first.endswith(
+        f"exchange=alltoall ({hosts}; direct stores need tokens on GPUs, got cpu)"
+    )
+    slots = 2**12 if pool == "store" else 2**12 * K // 4  # Of factor 1 and four ranks.
+    mib = blocks * slots * tiny.HIDDEN * 4 / 2**20
+    words = f"padded dispatch: {mib:.1f} MiB of tokens come to each rank from other hosts in each"
+    assert any(line.startswith(words) for line in later)

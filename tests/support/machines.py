@@ -1,5 +1,13 @@
-"""Machines that ranks pretend to be on; the package has no such setting."""
+"""Machines that ranks pretend to be on; the package has no such setting.
 
+    NCCL_HOSTID=a python -m tests.support.machines -m padded_dispatch.megatron.run SCRIPT ...
+
+runs a module on the machine that this variable names.
+"""
+
+import os
+import runpy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,3 +60,10 @@ def rails_of(num_local_experts: int, kind: str, device: torch.device) -> Rails:
     if kind == "direct":
         exchange = DirectStores(num_local_experts, group, hosts=hosts)
     return Rails(exchange, hosts, rail, device)
+
+
+if __name__ == "__main__":
+    mark, module, *sys.argv[1:] = sys.argv[1:]
+    assert mark == "-m"
+    with patch.object(hosts, "machine", lambda: os.environ["NCCL_HOSTID"]):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
