@@ -29,10 +29,11 @@ GRAPHS_016 = "layers, 0.16 and 0.17"
 _STAND_INS = """set -eu
 torchrun() { printf '\\n'; printf '%s\\n' "$@"; }
 padded-dispatch() { :; }
-srun() { "$@"; }
+srun() { shift; "$@"; }
 scontrol() { printf 'host0\\nhost1\\n'; }
 NODE_RANK=1 MASTER_ADDR=host0 SLURM_JOB_NODELIST='host[0-1]' SLURM_NNODES=2 SLURM_JOB_ID=7
 . ./args.sh
+. ./models.sh
 """
 
 
@@ -44,13 +45,16 @@ def recipes() -> dict[str, str]:
     return dict(found)
 
 
-def expand(name: str, folder: Path, *, graphs: str = GRAPHS_018) -> tuple[list[str], list[str]]:
+def expand(
+    name: str, folder: Path, *, graphs: str = GRAPHS_018, model: str = "QWEN3"
+) -> tuple[list[str], list[str]]:
     """Run a block in bash with stand-ins for its programs.
 
     Return what torchrun would get: its own words, and those behind the launcher.
     """
     of_page = recipes()
     (folder / "args.sh").write_text(of_page["args.sh"])
+    (folder / "models.sh").write_text(of_page["models"].replace("QWEN3[@]", f"{model}[@]"))
     (array,) = re.findall(r"^GRAPHS=.*$", of_page[graphs], re.MULTILINE)
     done = subprocess.run(
         ["bash", "-c", f"{_STAND_INS}{array}\n{of_page[name]}"],
@@ -77,6 +81,9 @@ def test_every_block_is_named_and_bash_can_read_it():
         assert (done.returncode, done.stderr) == (0, "")
 
 
+COMMANDS = [name for name in recipes() if name not in ("args.sh", "models")]
+
+
 def flags_of(arguments: list[str]) -> dict[str, list[str]]:
     """Return the values of each flag, by name; the last one counts, as in argparse."""
     found: dict[str, list[str]] = {}
@@ -100,7 +107,7 @@ def value_of(words: list[str]) -> Any:
         return words[0]
 
 
-@pytest.mark.parametrize("name", [name for name in recipes() if name != "args.sh"])
+@pytest.mark.parametrize("name", COMMANDS)
 def test_torchrun_and_the_launcher_take_their_words(name, tmp_path):
     torchrun, launcher = expand(name, tmp_path)
     given = get_args_parser().parse_args([*torchrun, "pretrain_gpt.py"])
@@ -111,7 +118,7 @@ def test_torchrun_and_the_launcher_take_their_words(name, tmp_path):
     assert flags["moe_token_dispatcher_type"] == ["padded_alltoall"]
     num_gpus = int(given.nnodes.split(":")[0]) * int(given.nproc_per_node)
     ep = int(flags.get("expert_model_parallel_size", ["1"])[0])
-    assert num_gpus % ep == 0 and 32 % ep == 0
+    assert num_gpus % ep == 0 and int(flags["num_experts"][0]) % ep == 0
     (micro,), (batch,) = flags["micro_batch_size"], flags["global_batch_size"]
     assert int(batch) % (int(micro) * num_gpus) == 0
     refuses = {row.name: row.refuses for row in REFUSED}
@@ -119,11 +126,19 @@ def test_torchrun_and_the_launcher_take_their_words(name, tmp_path):
     assert [flag for flag in refused if refuses[flag](value_of(flags[flag]))] == []
 
 
-def test_megatrons_config_accepts_the_flags(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "model", "experts"),
+    [
+        ("one host", "QWEN3", (32, 4)),
+        ("several hosts", "QWEN3", (128, 8)),
+        ("several hosts", "GPT_OSS", (128, 4)),
+    ],
+)
+def test_megatrons_config_accepts_the_flags(tmp_path, name, model, experts):
     """Of the installed version, with the graphs of the recipe for it."""
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     graphs = GRAPHS_018 if "cuda_graph_modules" in fields else GRAPHS_016
-    _, _, arguments = read(expand("one host", tmp_path, graphs=graphs)[1])
+    _, _, arguments = read(expand(name, tmp_path, graphs=graphs, model=model)[1])
     flags = {NAMES.get(flag, flag): words for flag, words in flags_of(arguments).items()}
     install()
     config: Any = TransformerConfig(
@@ -131,7 +146,8 @@ def test_megatrons_config_accepts_the_flags(tmp_path):
     )
     assert config.moe_token_dispatcher_type == "padded_alltoall"
     assert config.moe_expert_capacity_factor == 1.25
-    assert (config.num_moe_experts, config.moe_router_topk) == (32, 4)
+    assert (config.num_moe_experts, config.moe_router_topk) == experts
+    assert config.expert_model_parallel_size == (8 if name == "one host" else 16)
     assert config.cuda_graph_impl == "transformer_engine" and config.use_te_rng_tracker
     assert captures_moe(config)
 

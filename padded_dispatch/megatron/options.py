@@ -109,7 +109,7 @@ class PaddedOptions:
     exchange: ExchangeKind = _option(
         "auto",
         "auto: direct where it can work, else alltoall; alltoall: collectives, by any backend; "
-        "direct: stores between the GPUs of one host, for packed experts",
+        "direct: stores between the GPUs of a host, for packed experts",
         choices=get_args(ExchangeKind),
     )
     layer_factors: Mapping[int, CapacityFactor] = _option(
