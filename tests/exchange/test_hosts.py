@@ -2,17 +2,19 @@
 
 import gc
 import os
+import socket
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from padded_dispatch import DispatchConfig
+from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
 from padded_dispatch.exchange import hosts
 from padded_dispatch.exchange.hosts import arranged, groups_of, hosts_of, join
-from padded_dispatch.exchange.mirror import time_limit
+from padded_dispatch.exchange.mirror import AbsentRanksError, time_limit
 from tests.support.machines import ranks_on
 from tests.support.threads import poisoned_memory
 from tests.support.whole_layers import assert_found, expected, make_case, one_pass
@@ -87,6 +89,30 @@ def _passed(machines: str) -> Any:
 def test_layers_on_processes_are_the_oracle(pool4, machines):
     results = pool4.run(_passed, machines, timeout_s=60)
     assert_found([found for found, _ in results], results[0][1])
+
+
+def _one_host_is_late() -> str:
+    """Ranks 2 and 3, of host b, make no second pass; the others wait for them in the comparison."""
+    group: Any = dist.new_group(timeout=timedelta(seconds=2))
+    config = DispatchConfig(num_experts=4, top_k=1, num_ranks=4, capacity_pool="store")
+    machines, rank = "aabb", dist.get_rank()
+    name = patch.object(socket, "gethostname", lambda: f"host-{machines[rank]}")
+    with ranks_on(machines), name:
+        dispatcher = PaddedDispatcher(config, group=group)
+        weights = ExpertWeights(fc1_LGD=torch.ones(1, 2, 3), fc2_LDF=torch.ones(1, 3, 1))
+        given = torch.ones(2, 3), torch.ones(2, 4), torch.eye(4, dtype=torch.bool)[:2]
+        dispatcher.run(*given, weights, Activation())
+        if rank >= 2:
+            return ""
+        with pytest.raises(AbsentRanksError) as caught:
+            dispatcher.run(*given, weights, Activation())
+        return str(caught.value)
+
+
+def test_a_host_that_does_not_come_is_named(pool4):
+    first, second, *others = pool4.run(_one_host_is_late, timeout_s=60)
+    assert first == second and others == ["", ""]
+    assert "within 2 s, got no call from ranks 2, 3 on host host-b; the last call that all" in first
 
 
 def _members_alone() -> bool:

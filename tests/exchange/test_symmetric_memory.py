@@ -5,6 +5,7 @@ No test here needs a GPU: what torch and the driver would do is replaced. `test_
 
 import ctypes
 import os
+import socket
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from padded_dispatch.exchange import symmetric_memory
+from padded_dispatch.exchange.hosts import arranged
 from padded_dispatch.exchange.symmetric_memory import PeerMemory, check_group
 from tests.support.pool import WorkerError, WorkerPool
 
@@ -106,7 +108,10 @@ def machine(monkeypatch, rendezvous) -> SimpleNamespace:
         if isinstance(value, str):
             return [here.other.pop(0) if here.other else "", value]
         each = {"host": "a", "folder": "f"}
-        of_ranks = [each | {"pid": 7 + n, "uuid": f"gpu {n}"} | here.seats[n] for n in range(2)]
+        of_ranks = [
+            each | {"pid": 7 + n, "uuid": f"gpu {n % 2}"} | seat
+            for n, seat in enumerate(here.seats)
+        ]
         return [type(value)(**given) for given in of_ranks]
 
     monkeypatch.setattr(symmetric_memory, "gather_objects", gather)
@@ -219,3 +224,19 @@ def test_native_atomics_show_nvlink(error, atomics, linked):
     driver = SimpleNamespace(cuDeviceGetP2PAttribute=attribute)
     with patch.object(ctypes, "CDLL", lambda name: driver):
         assert symmetric_memory._linked(0, 5) is linked
+
+
+@pytest.mark.parametrize("other", [["no NVLink on b"], ["", "not mapped on b"]])
+def test_one_host_that_cannot_map_takes_direct_stores_from_all(machine, monkeypatch, other):
+    """This rank's own host can; rank 0 is on another one, and its obstacle has its host's name."""
+    inside, hosts = group_of_two(), arranged(["b", "a", "b", "a"], 1)
+    monkeypatch.setattr(symmetric_memory, "groups_of", lambda *given: (inside, None))
+    machine.seats = ({"folder": "g"}, {}, {"folder": "g"}, {})  # What is elsewhere does not matter.
+    assert check_group(group_of_two(), over_nvlink=True, hosts=hosts) is inside
+    machine.other = other
+    with pytest.raises(ValueError, match=f"got {other[-1]}; set exchange='alltoall'"):
+        check_group(group_of_two(), over_nvlink=True, hosts=hosts)
+    machine.other, machine.linked = [], set()
+    here = socket.gethostname()
+    with pytest.raises(ValueError, match=f"no NVLink to GPU 1 on {here}; set"):
+        check_group(group_of_two(), over_nvlink=True, hosts=hosts)
