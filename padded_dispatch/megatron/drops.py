@@ -23,7 +23,7 @@ from padded_dispatch.megatron.telemetry import (
     by_number,
     padded_moe_layers,
 )
-from padded_dispatch.utils.phases import trains
+from padded_dispatch.utils.phases import trains, unseen
 
 
 class Drops:
@@ -40,6 +40,7 @@ class Drops:
         self._reader: Reader | None = None
         self._pending: Copy | None = None
 
+    @unseen()  # A pass that is selectively recomputed looks in one of its two runs alone.
     def look(self, *, now: bool = False) -> None:
         """Log what has arrived, and start a copy; `now` waits for it."""
         if self._pending is not None:

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
