@@ -79,7 +79,7 @@ def launch_all() -> None:
     kept_TE, demand_E = select.kept_map(asked_TE, probs_TE, 3, "probs")
     made = Counters(DispatchConfig(num_experts=8, top_k=2), "cpu")
     for kept, demand in ((None, None), (kept_TE, demand_E)):
-        counters.count(made.totals, made.max_need, asked_TE, kept, demand, 2, 2)
+        counters.count(made.totals, made.max_need, asked_TE, kept, demand, 2)
     values, back = (Scaled.empty(2, 64, 64, like=torch.empty(0, dtype=bf16)) for _ in "ab")
     weights, stale = torch.ones(2, 64, 64, dtype=bf16), torch.ones(1, dtype=int32)
     scaled.quantize_weight(weights, stale, values, back)

@@ -1,6 +1,7 @@
 """Phases of the calling thread: a capture, a backward pass, recompute; and stages of a layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -60,13 +61,15 @@ def wanted(ctx: Any, number: int) -> bool:
         return True
 
 
-def unseen() -> Any:
-    """Return a context, or a decorator, in which torch's dispatch modes see no operation.
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Enter a context, or decorate a function, in which torch's dispatch modes see no operation.
 
     Selective activation checkpointing numbers the operations of a pass and of its recompute. What
     only one of them runs must not be among these: counting, comparing, allocating once.
     """
-    return _disable_current_modes()
+    with _disable_current_modes():
+        yield
 
 
 def require_first_derivatives() -> None:

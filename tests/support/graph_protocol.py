@@ -10,7 +10,7 @@ during the capture are as stale as after a real capture.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -21,13 +21,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from padded_dispatch.utils import phases
+
 
 class Tape(TorchDispatchMode):
-    """A CUDA graph without CUDA: the ops that ran inside its block, with their tensors."""
+    """A CUDA graph without CUDA: the ops that ran inside its block, with their tensors.
+
+    A stream's capture holds what torch's modes do not see, so in the block they see everything.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self._sees_all = patch.object(phases, "_disable_current_modes", nullcontext)
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __enter__(self) -> "Tape":
+        self._sees_all.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._sees_all.stop()
 
     def __torch_dispatch__(
         self,
