@@ -84,11 +84,14 @@ class StackedLinear(nn.Module):
         self.zeroed = torch.zeros(2, dtype=torch.int32, device=weights[0].device)
         self.num_experts = len(weights)
         self.weight: Any = _like(weights[0], torch.stack([weight.detach() for weight in weights]))
-        if hasattr(self.weight, "partition_dim"):
-            self.weight.partition_dim += 1
-        self.bias: nn.Parameter | None = None
+        # Norms count a parameter on each rank if it has this mark, else on tensor rank 0 alone. Up
+        # to 0.18 TEGroupedLinear sets none. Ranks that split experts share fc2's bias.
+        self.weight.tensor_model_parallel = True
+        self.weight.partition_dim = partition_dim + 1
+        self.bias: Any = None
         if biases:
             self.bias = _like(biases[0], torch.cat([bias.detach() for bias in biases]))
+            self.bias.tensor_model_parallel = partition_dim == 0 or split[1] == 1
         self.register_state_dict_post_hook(_split)
         self.register_load_state_dict_pre_hook(_stack)
 

@@ -367,7 +367,8 @@ def test_parameters_keep_megatrons_attributes(pool2):
         assert fc1["allreduce"] is False and fc1["partition_dim"] == 0
         assert packed_fc1 == fc1 | {"partition_dim": 1}
         assert packed_fc2 == fc2 | {"partition_dim": 2}
-        assert biases[0]["allreduce"] is False and packed_biases == biases
+        assert biases[0]["allreduce"] is False and packed_biases[0] == biases[0]
+        assert packed_biases[1] == biases[1] | {"tensor_model_parallel": True}  # D26
 
 
 @pytest.mark.parametrize("arrive", ["", "by the products", "in FSDP", "by hooks", "without DDP"])

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import mapping, optimizer
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor, nn
 
+from padded_dispatch.megatron.stacked_linear import StackedLinear
 from tests.support import parity, tiny
 
 BIASED = pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
@@ -112,6 +114,32 @@ def test_ranks_share_each_expert(pool2, gated, one_by_one):
     assert len(shards) == len(set(shards))
     for ours, theirs in found:
         assert_same(ours, theirs)
+
+
+def _counted(sizes: dict[str, int]) -> list[list[bool]]:
+    """Whether this rank counts parameters in norms: stock's, and the weights and biases of ours."""
+    with parity.megatron("cpu", **sizes):
+        single = torch.ones(6, 4)
+        vars(single)["allreduce"] = False  # All that TEGroupedLinear sets up to 0.18.
+        group = parallel_state.get_expert_tensor_parallel_group()
+        split = group.rank(), group.size()
+        tensors = [single] * 2, [single[:, 0]] * 2
+        linears = [StackedLinear(*tensors, partition_dim=axis, split=split) for axis in (0, 1)]
+        ours = [parameter for linear in linears for parameter in linear.parameters()]
+        tp = parallel_state.get_tensor_model_parallel_group()
+        return [
+            [param_is_not_tensor_parallel_duplicate(parameter, tp) for parameter in parameters]
+            for parameters in ([single], ours)
+        ]
+
+
+@pytest.mark.parametrize(("ep", "etp", "shared"), [(2, 1, False), (1, 2, True)])
+def test_d26_norms_count_each_parameter_once(pool2, ep, etp, shared):
+    """Stock leaves the experts of tensor ranks above 0 out of norms, up to 0.18."""
+    sizes = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    first, second = pool2.run(_counted, {"tensor_model_parallel_size": 2, **sizes})
+    assert (first[0], second[0]) == ([True], [False])
+    assert (first[1], second[1]) == ([True] * 4, [True] * 3 + [not shared])  # Last: fc2's bias.
 
 
 def _adam(which: Any, share: float) -> torch.optim.Adam:
