@@ -97,7 +97,13 @@ class StackedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self.zeroed = fn(self.zeroed)
-        return super()._apply(fn, recurse)
+        marks = {name: dict(vars(parameter)) for name, parameter in self.named_parameters()}
+        super()._apply(fn, recurse)
+        # Two settings of torch make new parameters here. Without Megatron's marks DDP would average
+        # the experts of ranks that have different ones.
+        for name, parameter in self.named_parameters():
+            vars(parameter).update(marks[name] | vars(parameter))
+        return self
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -142,6 +142,23 @@ def test_d26_norms_count_each_parameter_once(pool2, ep, etp, shared):
     assert (first[1], second[1]) == ([True] * 4, [True] * 3 + [not shared])  # Last: fc2's bias.
 
 
+@pytest.mark.parametrize("setting", ["swap", "overwrite"])
+def test_a_conversion_that_makes_new_parameters_keeps_their_marks(setting):
+    """Among them the one by which DDP knows experts, of which ranks have different ones."""
+    linear = StackedLinear([torch.ones(6, 4)] * 2, [torch.ones(6)] * 2)
+    for parameter in linear.parameters():
+        vars(parameter)["allreduce"] = False
+    before = [dict(vars(parameter)) for parameter in linear.parameters()]
+    name = f"set_{setting}_module_params_on_conversion"
+    getattr(torch.__future__, name)(True)
+    try:
+        linear.double()
+    finally:
+        getattr(torch.__future__, name)(False)
+    assert linear.weight.dtype == linear.bias.dtype == torch.float64
+    assert [vars(parameter) for parameter in linear.parameters()] == before
+
+
 def _adam(which: Any, share: float) -> torch.optim.Adam:
     """Return Adam after one step; the gradients are that share of the parameters."""
     adam = torch.optim.Adam(which.parameters())
