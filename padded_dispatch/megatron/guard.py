@@ -7,7 +7,7 @@ replay. It also restores the counters, which count the passes of a capture. Laye
 dispatcher are left alone.
 
 With `cuda_graph_impl="local"` Megatron captures by itself at the end of the first step. The guard
-corrects three defects for our models (D22, D23: `padded_dispatch/megatron/README.md`):
+corrects three defects for our models (D22, D23: `padded_dispatch/megatron/MAINTAINERS.md`):
 
 - In evaluation stock replays the graph of a training step (D23); here evaluation is eager. Text
   generation keeps its graphs: `_note_pass` marks a layer that generates before it is captured.

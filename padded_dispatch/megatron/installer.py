@@ -7,7 +7,7 @@ Three places in Megatron-Core check the names of dispatchers; configs with other
 - `MoELayer.__init__` raises for an unknown name: see `padded_dispatch.megatron.layer`.
 - The type of the config field becomes the choices of `--moe-token-dispatcher-type`.
 
-The table in `padded_dispatch/megatron/README.md` lists all that `install` and layers wrap. If
+The table in `padded_dispatch/megatron/MAINTAINERS.md` lists all that `install` and layers wrap. If
 a training loop is imported only after `install`, it is wrapped when a config is made.
 """
 

@@ -78,7 +78,7 @@ def test_what_is_wrapped_is_in_the_table_and_uninstall_undoes_all_of_it(others):
     for way in WAYS:
         guard.install(SimpleNamespace(**way))
     found = wrapped()
-    page = (PACKAGE / "megatron/README.md").read_text()
+    page = (PACKAGE / "megatron/MAINTAINERS.md").read_text()
     table = page[page.index("## What is patched") :].split("\n\n## ")[0]
     assert found == set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE))
     uninstall()
