@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -272,6 +273,7 @@ def row(name: str, sizes: Sizes, folder: Path, log: str, exit_code: int, ep: int
     if exit_code:
         errors = re.findall(r"\b[A-Z]\w*Error: .+", log)
         result["error"] = errors[0] if errors else log[-200:]
+        result["traceback"] = log[max(log.find("Traceback (most recent"), 0) :][:20_000]
     if case.options and "trace" in case.options:
         command = [sys.executable, "-m", "padded_dispatch.cli", "tune", str(folder / "trace")]
         tuned = subprocess.run(command, capture_output=True, text=True)
@@ -324,9 +326,15 @@ def main(argv: list[str] | None = None) -> None:
                 stderr=subprocess.STDOUT,
             ).returncode
         text = log.read_text(errors="replace")
-        made = row(name, sizes, folder / name, text, exit_code, given.ep)
+        try:
+            made = row(name, sizes, folder / name, text, exit_code, given.ep)
+        except Exception:  # The cases after this one still run.
+            made = {"kind": "bridge", "contender": name, "traceback": traceback.format_exc()}
         append_run(given.out, run_about, [made])
-        print(f"{name}: {made['iterations']} steps, {made['median_ms']} ms, exit code {exit_code}")
+        steps, ms = made.get("iterations"), made.get("median_ms")
+        print(f"{name}: {steps} steps, {ms} ms, exit code {exit_code}", flush=True)
+        if "traceback" in made:
+            print(made["traceback"][-2500:], flush=True)
 
 
 if __name__ == "__main__":

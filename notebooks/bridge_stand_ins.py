@@ -1,9 +1,9 @@
 """Import Megatron-Bridge where packages are missing that a plain pretraining does not use.
 
 Bridge imports ModelOpt, Energon and the resiliency extension at the top of modules that any
-training needs. `importable()` stands in for those that are missing, and for Transformer Engine on a
-machine without a GPU. What is read from a stand-in is a class that does nothing, or a function that
-returns None if its name begins with "get_".
+training needs. `importable()` stands in for those that are missing, and for Transformer Engine
+where it does not import. What is read from a stand-in is a class that does nothing, or a function
+that returns None if its name begins with "get_".
 """
 
 import importlib
@@ -16,7 +16,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, ClassVar
 
-NAMES = ("modelopt", "megatron.energon", "nvidia_resiliency_ext", "transformer_engine")
+# By package: the module of it that must import, so that the package is used as it is installed.
+NEEDED = {
+    "modelopt": "modelopt",
+    "megatron.energon": "megatron.energon",
+    "nvidia_resiliency_ext": "nvidia_resiliency_ext",
+    "transformer_engine": "transformer_engine.pytorch",
+}
 
 
 class _AnyClass(ABCMeta):
@@ -59,10 +65,11 @@ class _Finder(MetaPathFinder, Loader):
         self._packages = packages
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not any(_is_of(one, fullname) for one in self._packages):
+            return None
         if fullname == "transformer_engine.pytorch.optimizers":  # Megatron then takes torch's.
             raise ImportError(fullname)
-        below = any(fullname == one or fullname.startswith(f"{one}.") for one in self._packages)
-        return ModuleSpec(fullname, self, is_package=True) if below else None
+        return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _StandIn(spec.name)
@@ -71,9 +78,13 @@ class _Finder(MetaPathFinder, Loader):
         """Do nothing: attributes are made when they are read."""
 
 
-def _is_missing(name: str) -> bool:
+def _is_of(package: str, module: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def _is_missing(needed: str) -> bool:
     try:
-        importlib.import_module(name)
+        importlib.import_module(needed)
     except (ImportError, OSError):
         return True
     return False
@@ -82,10 +93,13 @@ def _is_missing(name: str) -> bool:
 @contextmanager
 def importable() -> Iterator[None]:
     """Let Megatron-Bridge be imported inside a `with` block."""
-    finder = _Finder([name for name in NAMES if _is_missing(name)])
-    for name in [one for one in sys.modules if one.startswith("transformer_engine")]:
-        del sys.modules[name]  # The parts of one that failed.
-    sys.meta_path.insert(0, finder)
+    missing = [package for package, needed in NEEDED.items() if _is_missing(needed)]
+    for package in missing:
+        for name in [one for one in sys.modules if _is_of(package, one)]:
+            del sys.modules[name]  # Parts that were imported before one failed.
+    if missing:
+        print("stood in for:", ", ".join(missing), flush=True)
+    sys.meta_path.insert(0, finder := _Finder(missing))
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,31 @@ def test_layers_of_one_model_are_one_panel(monkeypatch):
     (axes,) = shown[0].axes
     drawn = {line.get_label(): (*line.get_xdata(), *line.get_ydata()) for line in axes.lines}
     assert (drawn["ours"], drawn["roofline"]) == ((1, 2, 4.0, 2.0), (1, 2, 1.0, 1.0))
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_stand_ins_leave_an_installed_transformer_engine_alone(breaks, tmp_path, monkeypatch):
+    parts = tmp_path / "transformer_engine" / "pytorch"
+    parts.mkdir(parents=True)
+    (parts.parent / "__init__.py").touch()
+    (parts / "__init__.py").write_text("raise OSError('no driver')" if breaks else "Linear = 7")
+    (parts / "optimizers.py").write_text("FusedAdam = 8")
+    for name in [one for one in sys.modules if one.startswith("transformer_engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(FOLDER))
+    stand_ins = importlib.import_module("bridge_stand_ins")
+    monkeypatch.setattr(stand_ins, "NEEDED", {"transformer_engine": "transformer_engine.pytorch"})
+    try:
+        with stand_ins.importable():
+            linear = importlib.import_module("transformer_engine.pytorch").Linear
+            if breaks:
+                assert isinstance(linear, type)
+                with pytest.raises(ImportError):
+                    importlib.import_module("transformer_engine.pytorch.optimizers")
+            else:
+                optimizers = importlib.import_module("transformer_engine.pytorch.optimizers")
+                assert (linear, optimizers.FusedAdam) == (7, 8)
+    finally:
+        for name in [one for one in sys.modules if one.startswith("transformer_engine")]:
+            del sys.modules[name]
