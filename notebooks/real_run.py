@@ -5,7 +5,7 @@
 FOLDER holds Megatron-LM at core_v0.19.0. Each contender is a run of its own with a fresh router,
 the same text and seed, and the switches of production recipes: fused router, permutation, cross
 entropy and gradient accumulation, no checks that wait for the GPU, garbage collected by hand. Text,
-logs and caches stay in `--folder`.
+logs and caches stay in `--folder`. With `--hosts` times mean nothing: it shows bits and drops.
 """
 
 import argparse
@@ -43,6 +43,9 @@ TWINS = {
     "--squared-relu --moe-latent-size 1024 --moe-shared-expert-intermediate-size 5376 "
     "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 5.0 "
     "--moe-router-enable-expert-bias",
+    # Small enough for ranks that share a GPU.
+    "small": "--hidden-size 512 --num-attention-heads 8 --num-query-groups 4 --kv-channels 64 "
+    "--num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 256 --swiglu",
 }
 EVERYWHERE = (
     "--group-query-attention --seq-length 4096 --max-position-embeddings 4096 "
@@ -197,6 +200,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=MODELS, choices=[*MODELS, *TWINS])
     parser.add_argument("--only", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--ep", type=int, default=1, help="GPUs, and ranks that share the experts")
+    parser.add_argument("--hosts", type=int, help="let all ranks share one GPU, as if on N hosts")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--micro-batches", type=int, default=4, help="of a step, on each GPU")
     parser.add_argument("--capacity-factor", type=float, default=1.25)
@@ -237,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
     if given.tight:
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     command = " ".join(["notebooks/real_run.py", *(sys.argv[1:] if argv is None else argv)])
-    run_about = about(num_gpus=given.ep, command=command, commit=given.commit)
+    run_about = about(num_gpus=1 if given.hosts else given.ep, command=command, commit=given.commit)
     launcher = ["timeout", "-k", "10", str(given.limit_s), sys.executable]
     launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(given.ep)]
     every = (
@@ -250,6 +254,8 @@ def main(argv: list[str] | None = None) -> None:
         flags = CONTENDERS[name].format(factor=given.capacity_factor)
         script = ["-m", "padded_dispatch.megatron.run"] if "padded" in flags else []
         script += [str(megatron_lm / "pretrain_gpt.py"), *shape_flags(model).split()]
+        if given.hosts:
+            script = ["-m", "tests.support.machines", str(given.hosts), *script]
         log = folder / f"{model}, {name}.log"
         with log.open("w") as output, peak_mib() as peak:
             exit_code = subprocess.run(
@@ -263,6 +269,7 @@ def main(argv: list[str] | None = None) -> None:
             "kind": "pretrain_gpt",
             "model": f"{model}, {given.layers} layers{', Megatron-FSDP' if fsdp else ''}",
             "ep": given.ep,
+            "hosts": given.hosts,
             "contender": name,
             "micro_batches": given.micro_batches,
             "flags": flags,

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -77,6 +78,33 @@ def test_rows_hold_what_each_run_says(tmp_path, monkeypatch):
     assert not stand_in.exists()
     assert real_run.shape_flags("qwen3-30b-a3b").endswith("-size 768 --swiglu --qk-layernorm")
     assert "swiglu" not in real_run.shape_flags("nemotron-3-super")
+
+
+def test_ranks_that_share_a_gpu_are_on_hosts(tmp_path, monkeypatch):
+    (tmp_path / "pretrain_gpt.py").write_text(f"""
+import fused_weight_gradient_mlp_cuda, os
+from padded_dispatch.exchange.hosts import machine
+names = "NCCL_HOSTID", "LOCAL_RANK", "NCCL_MULTI_RANK_GPU_ENABLE"
+said = [machine(), *(os.environ[name] for name in names), os.path.isdir(os.environ["TMPDIR"])]
+open("{tmp_path}/said" + os.environ["RANK"], "w").write(str(said))
+""")
+    monkeypatch.setattr(real_run, "FUSED", "")
+    monkeypatch.setattr(real_run, "about", lambda **given: given)
+    monkeypatch.setattr(real_run, "peak_mib", lambda: nullcontext([0]))
+    out = tmp_path / "out.json"
+    given = f"--megatron-lm {tmp_path} --out {out} --folder {tmp_path} --text {tmp_path}"
+    shape = ["--models", "small", "--ep", "4", "--hosts", "2", "--only"]
+    for only in ("stock dropless", "ours"):
+        real_run.main([*given.split()[: -2 if only == "ours" else None], *shape, only])
+        said = [(tmp_path / f"said{rank}").read_text() for rank in range(4)]
+        hosts = [f"machine{host}" for host in (0, 0, 1, 1)]
+        assert said == [str([host, host, "0", "1", True]) for host in hosts]
+        for rank in range(4):
+            (tmp_path / f"said{rank}").unlink()
+    first, second = json.loads(out.read_text())["runs"]
+    assert first["about"]["num_gpus"] == 1
+    assert [run["rows"][0]["hosts"] for run in (first, second)] == [2, 2]
+    assert [run["rows"][0]["exit_code"] for run in (first, second)] == [0, 0]
 
 
 def test_adam_in_parts_steps_every_parameter_once(monkeypatch):

@@ -1,8 +1,10 @@
 """Machines that ranks pretend to be on; the package has no such setting.
 
-    NCCL_HOSTID=a python -m tests.support.machines -m padded_dispatch.megatron.run SCRIPT ...
+    torchrun ... -m tests.support.machines 2 -m padded_dispatch.megatron.run SCRIPT ...
+    torchrun ... -m tests.support.machines 2 SCRIPT ...
 
-runs a module on the machine that this variable names.
+run a module or a script with ranks that share one GPU, as if on two machines. NCCL must be 2.30 or
+newer (LD_PRELOAD); it then goes over sockets between the machines.
 """
 
 import os
@@ -10,6 +12,9 @@ import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
@@ -62,8 +67,28 @@ def rails_of(num_local_experts: int, kind: str, device: torch.device) -> Rails:
     return Rails(exchange, hosts, rail, device)
 
 
+def pretend(num_machines: int) -> str:
+    """Give this rank of torchrun a machine, for NCCL and torch as well, and return its name."""
+    name = f"machine{int(os.environ['RANK']) * num_machines // int(os.environ['WORLD_SIZE'])}"
+    folder = Path(gettempdir()) / name  # Torch's symmetric memory has its sockets there.
+    folder.mkdir(exist_ok=True)
+    os.environ |= {
+        "NCCL_HOSTID": name,
+        "TMPDIR": str(folder),
+        "LOCAL_RANK": "0",
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
+    return name
+
+
 if __name__ == "__main__":
-    mark, module, *sys.argv[1:] = sys.argv[1:]
-    assert mark == "-m"
-    with patch.object(hosts, "machine", lambda: os.environ["NCCL_HOSTID"]):
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    number, *sys.argv = sys.argv[1:]
+    with patch.object(hosts, "machine", partial(str, pretend(int(number)))):
+        if sys.argv[0] == "-m":
+            module = sys.argv.pop(1)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
