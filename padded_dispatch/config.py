@@ -24,6 +24,7 @@ M: rows of a store, which all layers share
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
@@ -174,15 +175,13 @@ class DispatchConfig:
             return most
         return min(most, self.num_sources * self.num_local_experts * self.capacity(num_tokens))
 
-    def store_rows(self, num_tokens: int, num_layers: int) -> int:
-        """Return the rows of a store for `num_layers` layers of this config (M).
+    def least_store_rows(self, num_tokens: int) -> int:
+        """Return the fewest rows of a store: the most of one layer, or five shares if that is less.
 
-        M is at least the most rows of one layer; except with `NO_DROP`, five shares are enough.
+        With `NO_DROP` they are the most of one layer.
         """
-        least = self.max_rows(num_tokens)
-        if self.capacity_factor != NO_DROP:
-            least = min(least, 5 * self.share(num_tokens))
-        return max(num_layers * self.rows(num_tokens), least)
+        most = self.max_rows(num_tokens)
+        return most if self.capacity_factor == NO_DROP else min(most, 5 * self.share(num_tokens))
 
     def rows(self, num_tokens: int) -> int:
         """Return the rows of a pass for which a rank has room; a store has the sum over layers.
@@ -215,16 +214,25 @@ class DispatchConfig:
             factor = _STORE_FACTOR
         return self.num_sources - 1 > _KEPT_SHARES * self.top_k * factor
 
-    def kept_tokens(self, num_tokens: int, *, direct: bool) -> int:
+    def sends_tokens_again(self, num_tokens: int, *, direct: bool) -> bool:
+        """Return whether a pass of T tokens sends them again; with P < T slots it does not."""
+        return self.sends_again and (direct or self.wire_slots(num_tokens) >= num_tokens)
+
+    def kept_tokens(self, num_tokens: int, *, direct: bool, num_hosts: int = 1) -> int:
         """Return how many tokens a pass of T tokens keeps until backward.
 
         Direct stores keep those of other ranks, collectives all slots; one source keeps none, and
-        neither does a pass that sends them again.
+        neither does a pass that sends them again. `num_hosts`: if above 1, a rail gathers tokens of
+        so many ranks. These are kept, also where the host sends them again.
         """
-        num_slots = num_tokens if direct else self.wire_slots(num_tokens)
-        if self.num_sources == 1 or (self.sends_again and num_slots == num_tokens):
-            return 0
-        return self.num_sources * num_slots - (num_tokens if direct else 0)
+        gathered = num_hosts * num_tokens if num_hosts > 1 else 0
+        if self.num_sources == 1 or self.sends_tokens_again(num_tokens, direct=direct):
+            return gathered
+        if gathered:
+            return self.num_sources * num_tokens
+        if direct:
+            return (self.num_sources - 1) * num_tokens
+        return self.num_sources * self.wire_slots(num_tokens)
 
     @property
     def _factor(self) -> float:
@@ -235,6 +243,30 @@ class DispatchConfig:
         return factor
 
 
-def row_bytes(fc1_width: float, element_size: int) -> float:
-    """Return the bytes of a row in a store: fc1's result, its probability and its home address."""
-    return fc1_width * element_size + 12
+@dataclass(frozen=True, kw_only=True)
+class StoreSizes:
+    """Rows of a store, and of each call that uses it: the first layer's is the first.
+
+    Attributes:
+        num_rows: M, the sum of `DispatchConfig.rows`, at least `least_store_rows`.
+        max_rows: the most rows of each call (N); 0 if it keeps none here, because it fits.
+        overwritten: whether later calls may overwrite rows of each call.
+    """
+
+    num_rows: int
+    max_rows: tuple[int, ...]
+    overwritten: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, configs: Sequence[DispatchConfig], num_tokens: int) -> "StoreSizes":
+        """Return the sizes for calls with these configs in this order, and T tokens on a rank."""
+        keep = [config for config in configs if not config.fits]
+        num_rows = sum(config.rows(num_tokens) for config in keep)
+        num_rows = max([num_rows, *(config.least_store_rows(num_tokens) for config in keep)])
+        most = [0 if one.fits else min(one.max_rows(num_tokens), num_rows) for one in configs]
+        overwritten = []
+        for i in range(len(most)):
+            # Rows of call i end here or before. A later call with n rows overwrites beyond M - n.
+            end, later = sum(most[: i + 1]), max(most[i + 1 :], default=0)
+            overwritten.append(later > 0 and end + later > num_rows)
+        return cls(num_rows=num_rows, max_rows=tuple(most), overwritten=tuple(overwritten))

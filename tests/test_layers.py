@@ -11,7 +11,7 @@ TESTS = Path(__file__).parent
 ROOT = TESTS.parent / "padded_dispatch"
 LAYERS = (  # Low to high; modules on one line do not import each other.
     "config",
-    "utils",
+    "memory utils",
     "kernels",
     "routing",
     "exchange counters trace",

@@ -116,6 +116,7 @@ class Collectives:
     """
 
     num_away = 0
+    num_hosts = 1
 
     def __init__(
         self,

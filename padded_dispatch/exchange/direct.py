@@ -64,6 +64,7 @@ class DirectStores:
 
     kind = "direct"
     num_away = 0
+    num_hosts = 1
 
     def __init__(
         self,

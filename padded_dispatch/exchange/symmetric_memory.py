@@ -4,11 +4,10 @@ It uses the CUDA backend of torch's symmetric memory, and neither NVSHMEM nor mu
 eager pass with a shape allocates, after the ranks have compared that shape: a collective call.
 
 All layers of a group share two allocations, whatever their shapes: one that tokens arrive in, and
-one that rows come home to, (S - 1) * P * D (twice that if tokens are sent again) and P * K * D
-elements per rank. There are two, because
-a rank may send the tokens of the next layer while another rank still sums the rows of this layer. A
-shape that needs more memory gets larger allocations; earlier ones stay, since captured graphs hold
-their addresses. All live as long as the process group, and as long as an autograd node of a pass.
+one that rows come home to (`memory.DirectBuffers`). There are two, because a rank may send the
+tokens of the next layer while another rank still sums the rows of this layer. A shape that needs
+more memory gets larger allocations; earlier ones stay, since captured graphs hold their addresses.
+All live as long as the process group, and as long as an autograd node of a pass.
 
 The driver allocates this memory, so torch's allocator does not count it. `allocated_gib` adds the
 memory in use to torch's peak.
@@ -16,7 +15,6 @@ memory in use to torch's peak.
 
 import ctypes
 import logging
-import math
 import os
 import socket
 from collections.abc import Callable
@@ -32,9 +30,9 @@ from torch import Tensor
 
 from padded_dispatch.exchange.hosts import Hosts, gather_objects, groups_of, machine
 from padded_dispatch.exchange.mirror import time_limit
+from padded_dispatch.memory import DirectBuffers, aligned
 from padded_dispatch.utils.phases import is_capturing, unseen
 
-_ALIGNMENT = 256
 _NATIVE_ATOMICS = 3  # the driver's attribute of two GPUs that is 1 only if NVLink connects them
 _TRIAL_BYTES = 4096
 
@@ -51,6 +49,17 @@ class Shape:
     width: int
     dtype: torch.dtype
     sends_again: bool = False
+
+    def sizes(self, num_ranks: int) -> DirectBuffers:
+        """Return the bytes of the buffers."""
+        return DirectBuffers(
+            num_sources=num_ranks,
+            num_slots=self.num_slots,
+            top_k=self.top_k,
+            num_local_experts=self.num_local_experts,
+            token_bytes=self.width * self.dtype.itemsize,
+            sends_again=self.sends_again,
+        )
 
 
 class PeerMemory:
@@ -209,16 +218,13 @@ def _make_buffers(
     whole: dist.ProcessGroup,
 ) -> Buffers:
     num_ranks, num_slots, top_k = group.size(), shape.num_slots, shape.top_k
-    itemsize, choices = shape.dtype.itemsize, num_slots * top_k
-    landing = num_ranks - 1, num_slots, shape.width
-    landing_bytes = _aligned(math.prod(landing) * itemsize)
-    again_at, plan_at = landing_bytes, landing_bytes * (2 if shape.sends_again else 1)
-    beside_at = _aligned(choices * shape.width * itemsize)
-    kind = num_ranks * choices * 4  # bytes of each of experts, places and probabilities
-    needed = plan_at + 3 * kind + num_ranks * shape.num_local_experts * 4, beside_at + choices * 4
+    sizes = shape.sizes(num_ranks)
+    needed = sizes.arriving, sizes.coming
+    again_at, kind = sizes.landing, sizes.plan_part
+    plan_at, beside_at = again_at + sizes.second_landing, sizes.home_rows
     # Earlier allocations stay, so each is at least half as large again: growing shapes need few.
     new = [
-        (memories, _aligned(max(size, memories[-1].num_bytes * 3 // 2 if memories else 0)))
+        (memories, aligned(max(size, memories[-1].num_bytes * 3 // 2 if memories else 0)))
         for memories, size in zip((shared.arriving, shared.coming), needed, strict=True)
         if not memories or memories[-1].num_bytes < size
     ]
@@ -227,7 +233,7 @@ def _make_buffers(
     for memories, size in new:
         memories.append(PeerMemory(group, size, device))
     arriving, coming = shared.arriving[-1], shared.coming[-1]
-    by_choice = num_ranks, num_slots, top_k
+    landing, by_choice = (num_ranks - 1, num_slots, shape.width), (num_ranks, num_slots, top_k)
     counts = num_ranks, shape.num_local_experts
     again_SPD = arriving.tensor(again_at, landing, shape.dtype) if shape.sends_again else None
     return Buffers(
@@ -245,15 +251,11 @@ def _make_buffers(
         arriving_R=arriving.address_R,
         again_at=again_at,
         plan_at=plan_at,
-        home_QD=coming.tensor(0, (choices, shape.width), shape.dtype),
+        home_QD=coming.tensor(0, (num_slots * top_k, shape.width), shape.dtype),
         beside_PK=coming.tensor(beside_at, (num_slots, top_k), torch.float32),
         coming_R=coming.address_R,
         beside_at=beside_at,
     )
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _require_room(

@@ -83,7 +83,7 @@ class _Pass(torch.autograd.Function):
         arrived = wire.open(tokens_TD, prob_TK.contiguous())
         values, expert_SPK, count_SL = arrived.values, arrived.expert_SPK, arrived.count_SL
         num_experts, fc1_width, _ = fc1_LGD.shape
-        num_sources, num_slots, top_k = expert_SPK.shape
+        num_sources, num_slots, _ = expert_SPK.shape
         room = call.take_room(count_SL)
         counters = {} if call.counters is None else call.counters.of_receiver
         found = layout.lay_out(count_SL, room.top, first=room.first, limit=room.limit, **counters)
@@ -93,7 +93,7 @@ class _Pass(torch.autograd.Function):
             offsets=found.offsets,
             num_experts=num_experts,
             num_sources=num_sources,
-            num_rows=min(room.max_rows, num_sources * num_slots * min(top_k, num_experts)),
+            num_rows=room.max_rows,
             num_expected=room.share,
         )
         segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))

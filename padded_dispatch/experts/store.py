@@ -4,7 +4,7 @@ Demand of a single layer varies widely, that of all layers together little. So t
 share a store. It has a stack for each micro-batch in flight, for what backward needs of each row. A
 call is one run of one layer in a pass; it has n rows:
 
-    M      sum of `DispatchConfig.rows(T)` over calls that keep rows, at least `store_rows(T, 1)`
+    M      sum of `DispatchConfig.rows(T)` over calls that keep rows, see `config.StoreSizes`
     top    rows in use, a number on the device
     forward of a call     base = min(top, M - n), 0 for the first; rows from base on, top = base + n
     backward of a call    after the last use of its rows top is what it was before its forward,
@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import DispatchConfig
+from padded_dispatch.config import DispatchConfig, StoreSizes
 from padded_dispatch.utils.phases import in_backward, is_capturing, trains
 
 RUN_ONCE = (
@@ -47,7 +47,7 @@ RUN_ONCE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """The memory of rows for backward, `row_bytes` for each row.
+    """The memory of rows for backward, `memory.row_bytes` for each row.
 
     Attributes:
         fc1_MG: fc1's result; backward overwrites it with its gradient.
@@ -180,9 +180,9 @@ class Store:
         self._configs.append(config)
         return len(self._configs) - 1
 
-    def num_rows(self, num_tokens: int) -> int:
-        """Return M for T tokens on this rank."""
-        return _rooms_of(tuple(map(call, self._configs)), num_tokens)[0].limit
+    def sizes(self, num_tokens: int) -> StoreSizes:
+        """Return the sizes for T tokens on this rank."""
+        return StoreSizes.of([*map(call, self._configs)], num_tokens)
 
     def num_shares(self, num_tokens: int) -> int:
         """Return the rows of all calls in perfect balance, those of factor 1."""
@@ -236,19 +236,18 @@ class Store:
 @functools.lru_cache
 def _rooms_of(configs: tuple[DispatchConfig, ...], num_tokens: int) -> tuple[Room, ...]:
     """Return the room of each call of a store, as far as configs and T decide it."""
-    keep = [config for config in configs if not config.fits]  # The others keep no rows here.
-    num_rows = sum(config.rows(num_tokens) for config in keep)
-    limit = max([num_rows, *(config.store_rows(num_tokens, 1) for config in keep)])
-    max_rows = [0 if config.fits else min(config.max_rows(num_tokens), limit) for config in configs]
-    rooms = []
-    for i, (config, most) in enumerate(zip(configs, max_rows, strict=True)):
-        # Rows of call i end at `end` or before. A later call with n rows overwrites beyond M - n.
-        end, share = sum(max_rows[: i + 1]), config.share(num_tokens)
-        overwritten = any(rows and end + rows > limit for rows in max_rows[i + 1 :])
-        rooms.append(
-            Room(number=i, limit=limit, max_rows=most, share=share, overwritten=overwritten)
+    sizes = StoreSizes.of(configs, num_tokens)
+    of_calls = zip(configs, sizes.max_rows, sizes.overwritten, strict=True)
+    return tuple(
+        Room(
+            number=number,
+            limit=sizes.num_rows,
+            max_rows=max_rows,
+            share=config.share(num_tokens),
+            overwritten=overwritten,
         )
-    return tuple(rooms)
+        for number, (config, max_rows, overwritten) in enumerate(of_calls)
+    )
 
 
 def room_of_pass(
@@ -272,7 +271,7 @@ def room_of_pass(
 
 def scratch(config: DispatchConfig, num_tokens: int, count_SL: Tensor) -> Room:
     """Return a room that keeps nothing, of a size that follows from the config and T."""
-    num_rows = config.store_rows(num_tokens, 1)
+    num_rows = StoreSizes.of([config], num_tokens).num_rows
     return Room(limit=num_rows, max_rows=num_rows, share=config.share(num_tokens))
 
 

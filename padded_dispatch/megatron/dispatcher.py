@@ -33,11 +33,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from padded_dispatch.config import NO_DROP, DispatchConfig, require, row_bytes
+from padded_dispatch.config import NO_DROP, DispatchConfig, require
 from padded_dispatch.counters import Counters, RoutingObserver
 from padded_dispatch.exchange import Wire, choose
 from padded_dispatch.exchange.agreement import Agreement
-from padded_dispatch.exchange.rails import Rails
 from padded_dispatch.experts import Call, padded
 from padded_dispatch.experts.padded import DispatchState
 from padded_dispatch.experts.store import Store, room_of_pass
@@ -50,6 +49,7 @@ from padded_dispatch.megatron.experts import (
     require_gradients_arrive,
     require_weights_stay,
 )
+from padded_dispatch.memory import LayerMemory, gib
 from padded_dispatch.routing import Plan, choice_probs, make_plan
 from padded_dispatch.utils.logs import log_once
 from padded_dispatch.utils.phases import trains
@@ -259,7 +259,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         num_rows = config.max_rows(num_tokens) if self.packed else cells
         ratio = num_rows / config.share(num_tokens)
         size = num_rows * tokens_TD.shape[1] * tokens_TD.element_size() / 2**30
-        if ratio > (5 if config.capacity_pool == "store" else 1):  # Five: see `store_rows`.
+        if ratio > (5 if config.capacity_pool == "store" else 1):  # As `least_store_rows`.
             log_once(
                 "a capacity factor of NO_DROP (moe_expert_capacity_factor=None) drops nothing and "
                 f"has room for {num_rows} rows of a layer, {ratio:.1f} times as many as in perfect "
@@ -334,23 +334,29 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
                 logging.WARNING,
             )
         if self._logs and self.configs.in_training and not config.fits and self.store:
-            num_tokens, num_calls = len(tokens_TD), self.store.num_shares(1) // config.share(1)
-            rows, itemsize = self.store.num_rows(num_tokens), tokens_TD.element_size()
-            width = self.experts.linear_fc1.weight.shape[1]
-            store_gib = rows * row_bytes(width, itemsize) / 2**30
-            kept = config.kept_tokens(num_tokens, direct=self.exchange.kind == "direct")
-            if isinstance(self.exchange, Rails):  # What the network brings is kept.
-                kept = max(kept, self.exchange.num_hosts * num_tokens)
-            tokens_gib = num_calls * kept * tokens_TD.shape[1] * itemsize / 2**30
+            num_tokens, width = tokens_TD.shape
+            layer = LayerMemory(
+                config=config,
+                num_tokens=num_tokens,
+                hidden_size=width,
+                fc1_width=self.experts.linear_fc1.weight.shape[1],
+                direct=self.exchange.kind == "direct",
+                num_hosts=self.exchange.num_hosts,
+                element_size=tokens_TD.element_size(),
+            )
+            sizes = self.store.sizes(num_tokens)
+            numbers = sum(layer.kept_numbers(overwritten=one) for one in sizes.overwritten)
+            num_layers, rows = len(sizes.max_rows), sizes.num_rows
             drops, in_cells = [], config.capacity_pool == "expert"
             if in_cells and (capacity := config.capacity(num_tokens)) < num_tokens:
                 drops.append(f"rows of a rank for an expert past {capacity}")
             if rows < config.max_rows(num_tokens):
                 drops.append(f"rows of a layer past {rows}")
             log_once(
-                f"padded dispatch: {num_calls} layers at {num_tokens} tokens per rank share a "
-                f"store of {rows} rows, {store_gib:.2f} GiB for each micro-batch in flight, and "
-                f"keep {tokens_gib:.2f} GiB of tokens that arrived; what is dropped: "
+                f"padded dispatch: {num_layers} layers at {num_tokens} tokens per rank share a "
+                f"store of {rows} rows, {gib(layer.store(rows))} GiB for each micro-batch in "
+                f"flight, and keep {gib(num_layers * layer.kept_tokens)} GiB of tokens that "
+                f"arrived and {gib(numbers)} GiB of their plans; what is dropped: "
                 f"{' and '.join(drops) or 'nothing'}"
             )
 

@@ -7,7 +7,7 @@ How many rows find room depends on counts alone, and on `DispatchConfig.capacity
   stack their rows in order. Rows beyond M overwrite as many others, which backward computes again.
   Rows of one layer alone beyond M are dropped. All of these count as rows without room.
 
-Bytes of a factor are arithmetic on sizes; nothing is measured here.
+Bytes of a factor are those of `padded_dispatch.memory`; nothing is measured here.
 Letters: see `padded_dispatch.config`.
 """
 
@@ -15,16 +15,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.config import CapacityPool, DispatchConfig, in_hundredths, require, row_bytes
+from padded_dispatch.config import (
+    CapacityPool,
+    DispatchConfig,
+    StoreSizes,
+    in_hundredths,
+    require,
+)
+from padded_dispatch.memory import LayerMemory
 from padded_dispatch.trace import TracedRun
 from padded_dispatch.tune.demand import Demand
 
 POOLS: tuple[CapacityPool, ...] = ("expert", "store")
-_ELEMENT_BYTES = 2  # bf16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,13 +100,15 @@ class Replay:
     @property
     def kept_bytes(self) -> list[int]:
         """Bytes that packed experts keep for backward, by factor."""
-        run, num_layers = self.demand.run, self.store_layers
-        sizes = {"hidden_size": run.hidden_size, "fc1_width": run.fc1_width}
-        direct = run.etp_size == 1  # As `auto` chooses on GPUs of a host.
-        return [
-            kept_bytes(config, run.num_tokens, **sizes, num_layers=num_layers, direct=direct)
-            for config in self.configs
-        ]
+        run = self.demand.run
+        sizes: dict[str, Any] = {
+            "num_tokens": run.num_tokens,
+            "hidden_size": run.hidden_size,
+            "fc1_width": run.fc1_width // run.etp_size,
+            "direct": run.etp_size == 1,  # As `auto` chooses on GPUs of a host.
+        }
+        of_layers = (LayerMemory(config=config, **sizes) for config in self.configs)
+        return [layer.kept(self.store_layers) for layer in of_layers]
 
 
 def replay(
@@ -141,7 +150,7 @@ def replay(
             lost.append(0)
         else:
             in_store, beyond = _kept_in_stores(demand.counts, config, run.num_tokens, stacks)
-            room.append(config.store_rows(run.num_tokens, store_layers))
+            room.append(StoreSizes.of([config] * store_layers, run.num_tokens).num_rows)
             kept.append(in_store)
             lost.append(beyond)
     steps, step_of_pass = np.unique(demand.steps, return_inverse=True)
@@ -202,7 +211,7 @@ def _kept_in_stores(
     kept, beyond = np.empty(rows.shape[:2], np.int64), 0
     for stack in stacks:  # The last one may have fewer layers.
         in_stack = rows[:, stack]
-        limit = config.store_rows(num_tokens, in_stack.shape[1])
+        limit = StoreSizes.of([config] * in_stack.shape[1], num_tokens).num_rows
         tops = np.minimum(in_stack.cumsum(1), limit)
         kept[:, stack] = np.diff(tops, axis=1, prepend=0).sum(2)
         beyond += int(np.maximum(in_stack - limit, 0).sum())
@@ -223,41 +232,6 @@ def _needed(
     rows = _by_rank(demand.counts, config)
     of_stacks = [rows[:, stack].mean(1) for stack in stacks]
     return np.max(of_stacks, axis=(0, 2)) / share, rows.max((0, 2)) / share
-
-
-def kept_bytes(
-    config: DispatchConfig,
-    num_tokens: int,
-    *,
-    hidden_size: int,
-    fc1_width: int,
-    num_layers: int,
-    direct: bool,
-) -> int:
-    """Return the bytes that packed experts of all layers keep for backward of a micro-batch.
-
-    They keep fc1's result, a probability and a home of each row; a row number and a probability of
-    each choice of each source; and the tokens that arrived (D). Recomputation, which would keep
-    less, is not considered.
-
-    Args:
-        config: its capacity factor is used.
-        num_tokens: tokens of a micro-batch on this rank (T).
-        hidden_size: width of a row (D).
-        fc1_width: width of fc1's result in a whole expert: 2F if gated, else F.
-        num_layers: layers on this rank, which share a store.
-        direct: whether tokens arrive by direct stores; else by collectives.
-
-    Example: T = 4,096, K = 8, E = 128, R = 8, D = 2,048, F = 768 in bf16 at factor 1.25, direct:
-    40,960 rows of 3,084 bytes, 262,144 choices of 8 and 28,672 tokens of 4,096, 245.9 MB for each
-    layer.
-    """
-    rows = config.store_rows(num_tokens, num_layers)
-    bytes_of_row = row_bytes(fc1_width / config.etp_size, _ELEMENT_BYTES)
-    choices = 8 * config.num_sources * num_tokens * config.top_k
-    tokens = config.kept_tokens(num_tokens, direct=direct)
-    bytes_of_layer = choices + tokens * hidden_size * _ELEMENT_BYTES
-    return round(rows * bytes_of_row) + num_layers * bytes_of_layer
 
 
 def balanced_drop(*, num_tokens: int, top_k: int, num_experts: int, capacity: int) -> float:

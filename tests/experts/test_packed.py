@@ -5,6 +5,7 @@ Ranks are threads. Unused memory is NaN: what a pass must not read would show in
 
 import dataclasses
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,15 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from padded_dispatch.config import DispatchConfig
-from padded_dispatch.exchange.collectives import Collectives
+from padded_dispatch.config import DispatchConfig, StoreSizes
+from padded_dispatch.exchange import collectives
+from padded_dispatch.exchange.collectives import Collectives, CollectiveWire
 from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.experts import Activation, Call, ExpertWeights, Sums, packed, plain
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import Buffers, Room, Store, TakeRoom, fitting, scratch
 from padded_dispatch.kernels import gemm
+from padded_dispatch.memory import LayerMemory
 from padded_dispatch.routing import choice_probs, make_plan, select
 from tests.support.device import INTERPRETED, small_tiles
 from tests.support.direct_parity import differences
@@ -159,11 +163,11 @@ def trained(case: Case, passes: int = 1, **how: Any) -> dict[str, Tensor]:
     return {"out": out_TD.detach().double()} | model.gradients()
 
 
-def on_ranks(case: Case, **how: Any) -> list[dict[str, Tensor]]:
+def on_ranks(case: Case, work: Any = trained, **how: Any) -> list[Any]:
     if case.ranks * case.etp == 1:
-        return [trained(case, **how)]
+        return [work(case, **how)]
     with threads_as_ranks(), ranks_on(case.machines):
-        return run_on_threads(case.ranks * case.etp, partial(trained, case, **how))
+        return run_on_threads(case.ranks * case.etp, partial(work, case, **how))
 
 
 CASES = [
@@ -253,32 +257,129 @@ def test_bits_do_not_depend_on_what_is_sent_again(exchange: str, routing: str):
         assert not any(map(differences, kept, again))
 
 
-def _kept_tensors(case: Case) -> list[int]:
-    """Return the sizes of what a pass keeps in tensors as wide as tokens, other than weights."""
-    model = Model(case)
-    sizes: list[int] = []
+def _memory(case: Case) -> LayerMemory:
+    sizes = {"hidden_size": WIDTH, "fc1_width": 2 * FFN, "element_size": 4}
+    return LayerMemory(
+        config=case.config,
+        num_tokens=case.tokens,
+        direct=case.exchange == "direct",
+        num_hosts=len(set(case.machines)) or 1,
+        **sizes,
+    )
 
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.shape[-1] == WIDTH and tensor.dim() == 3 and len(tensor) == case.ranks - 1:
-            sizes.append(tensor.shape[0] * tensor.shape[1])
+
+def _kept(case: Case) -> list[tuple[int, int]]:
+    """Return the bytes of tokens, and of other numbers, that each layer keeps until backward."""
+    kept = []
+
+    def run(tokens_TD: Tensor, *given: Any) -> Tensor:
+        out_TD = packed.run(tokens_TD, *given)
+        node: Any = out_TD.grad_fn
+        saved = dict(zip(node.state.names, node.saved_tensors, strict=True))
+        others = "fc1_LGD", "fc2_LDF", "length", "offsets", "tiles", "before"
+        saved = {name: one for name, one in saved.items() if name not in others and one is not None}
+        tokens = [saved.pop(name) for name in ("kept_SPD", "own_TD") if name in saved]
+        tokens = [one for one in tokens if one.data_ptr() != tokens_TD.data_ptr()]
+        kept.append((sum(one.nbytes for one in tokens), sum(one.nbytes for one in saved.values())))
+        return out_TD
+
+    model = Model(case, run=run)
+    model.forward().backward(model.grad_TD)
+    return kept
+
+
+# K = 2 and the factor 1 send again from 5 ranks on: 4 others are more than 1.5 * 2 shares.
+SENT = {"aaaa": False, "aaaaa": True, "aabb": False, "aabbcc": True}
+WAYS = [("a", "alltoall"), *itertools.product(SENT, ("alltoall", "direct"))]
+
+
+def _on_machines(machines: str, exchange: str) -> Case:
+    many = machines if len(set(machines)) > 1 else ""
+    case = Case(ranks=len(machines), machines=many, exchange=exchange, routings=("full", "thin"))
+    return dataclasses.replace(case, **SMALL)
+
+
+@pytest.mark.parametrize(("machines", "exchange"), WAYS)
+def test_a_pass_keeps_the_bytes_that_a_plan_counts(machines: str, exchange: str):
+    case = _on_machines(machines, exchange)
+    layer, again = _memory(case), SENT.get(machines, False)
+    assert layer.config.sends_again == again
+    assert (layer.kept_tokens == 0) == (machines == "a" or (again and not case.machines))
+    sizes = StoreSizes.of([case.config] * 2, case.tokens)
+    numbers = [layer.kept_numbers(overwritten=one) for one in sizes.overwritten]
+    for found in on_ranks(case, _kept):
+        assert found == [(layer.kept_tokens, one) for one in numbers]
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of the tensors that operations return, while these live: `peak` is the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak = 0, 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, Tensor)}
+        result = func(*args, **kwargs or {})
+        for one in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(one, Tensor):
+                address = one.untyped_storage().data_ptr()
+                if address not in given or self._known.get(address):
+                    self.see(one)
+        return result
+
+    def see(self, tensor: Tensor) -> Tensor:
+        """Count a tensor, once for all tensors that share its memory."""
+        address, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        if not self._known.get(address):
+            self.live += size
+            self.peak = max(self.peak, self.live)
+        self._known[address] = self._known.get(address, 0) + 1
+        weakref.finalize(tensor, self._end, address, size)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.forward().backward(model.grad_TD)
-    return sizes
+    def _end(self, address: int, size: int) -> None:
+        self._known[address] -= 1
+        if not self._known[address]:
+            self.live -= size
 
 
-def test_a_pass_keeps_no_tokens_that_are_sent_again():
-    """K = 2 and the factor 1 send again from 5 ranks on: 4 others are more than 1.5 * 2 shares."""
-    case = Case(exchange="direct", routings=("full", "thin"), **SMALL)
-    for ranks, sends_again in ((4, False), (5, True)):
-        one = dataclasses.replace(case, ranks=ranks)
-        assert one.config.sends_again == sends_again
-        with threads_as_ranks():
-            found = run_on_threads(ranks, _kept_tensors, one)
-        assert found == [[] if sends_again else [(ranks - 1) * 3] * 2] * ranks
-        kept = 0 if sends_again else (ranks - 1) * 3
-        assert one.config.kept_tokens(3, direct=True) == kept
+_seen = threading.local()
+
+
+def _peak(case: Case) -> int:
+    """Return the most bytes that a pass allocates at a time, without its first pass's store."""
+    model = Model(case)
+    model.forward().backward(model.grad_TD)
+    with _Live() as _seen.live:
+        out_TD = model.forward()
+        out_TD.backward(model.grad_TD)
+    _seen.live, live = None, _seen.live
+    return live.peak
+
+
+@pytest.mark.parametrize(("machines", "exchange"), WAYS)
+def test_a_pass_allocates_what_a_plan_counts(machines: str, exchange: str):
+    """And some more that has T rows, or an element for each tile or expert."""
+    case = dataclasses.replace(_on_machines(machines, exchange), sums=True, routings=("full",))
+    layer = _memory(case)
+    sizes = StoreSizes.of([case.config], case.tokens)
+    planned = layer.kept_tokens + layer.kept_numbers(overwritten=False)
+    planned += layer.temporaries(sizes.max_rows[0], FFN)
+    see = lambda make: lambda *given: _see(make(*given))  # noqa: E731
+    with (
+        patch.object(collectives, "_gathered", see(collectives._gathered)),
+        patch.object(CollectiveWire, "_swap", see(CollectiveWire._swap)),
+    ):
+        found = on_ranks(case, _peak)
+    few = 4 * case.tokens * layer.token_bytes
+    assert planned <= min(found) and max(found) <= planned + few
+
+
+def _see(tensor: Tensor) -> Tensor:
+    live = getattr(_seen, "live", None)
+    return tensor if live is None else live.see(tensor)
 
 
 def _routes_otherwise_again(case: Case, recompute: bool) -> dict[str, Tensor]:
@@ -368,11 +469,11 @@ def test_transients_hold_what_can_arrive(monkeypatch):
     found = []
     row_tiles = gemm.row_tiles
     monkeypatch.setattr(gemm, "row_tiles", lambda one: found.append(one.num_rows) or row_tiles(one))
-    on_ranks(Case(ranks=4, routings=("full",), capacity=1, slots=3))
-    assert found == [4 * 3 * 2] * 4  # 4 sources, 3 slots, K = 2; the store has 40.
+    on_ranks(Case(ranks=4, routings=("full",), tokens=3, slots=3))
+    assert found == [4 * 3 * 2] * 4  # 4 sources, 3 tokens, K = 2; five shares are 30.
     found.clear()
-    on_ranks(Case(ranks=4, routings=("full",), capacity=1, slots=1, local_experts=1))
-    assert found == [4 * 1 * 1] * 4
+    on_ranks(Case(ranks=4, routings=("full",), local_experts=1, tokens=3, slots=3))
+    assert found == [4 * 3 * 1] * 4
 
 
 def test_rooms_that_keep_nothing_compute_the_same():

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import FIT, NO_DROP, DispatchConfig, row_bytes
+from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
 from padded_dispatch.experts import store as module
 from padded_dispatch.experts.store import Room, Store, fitting, scratch
+from padded_dispatch.memory import row_bytes
 
 COUNT = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
 
@@ -32,10 +33,10 @@ def take(store: Store, *numbers: int, num_tokens: int = 10) -> Room:
 def test_sizes():
     """Balanced: 10 tokens with 2 experts each are 20 rows on each of 4 ranks."""
     store = make_store(1.5, 0.5, 2.5)
-    assert store.num_rows(10) == 30 + 10 + 50
+    assert store.sizes(10).num_rows == 30 + 10 + 50
     assert store.num_shares(10) == 60
     store.add(lambda: config(FIT))  # It keeps no rows here.
-    assert store.num_rows(10) == 90
+    assert store.sizes(10).num_rows == 90
     rooms = [take(store, number) for number in range(3)]
     # All tokens of 4 ranks may have both experts here: 80 rows.
     assert {(room.limit, room.max_rows) for room in rooms} == {(90, 80)}
@@ -43,7 +44,7 @@ def test_sizes():
     # Of 243 rows calls of 80 begin at 163 or behind, where two of them have ended.
     rooms = [take(make_store(*[4.0] * 3 + [0.0001] * 3), number) for number in range(6)]
     assert [room.overwritten for room in rooms] == [False, False, True, True, True, False]
-    assert make_store(0.5, 1.0).num_rows(10) == 80  # At least those of a layer,
+    assert make_store(0.5, 1.0).sizes(10).num_rows == 80  # At least those of a layer,
     room = take(make_store(0.5), 0)  # which is all where there is one.
     assert (room.limit, room.max_rows, room.overwritten) == (80, 80, False)
     assert not take(make_store(4.0, 4.0), 0).overwritten  # Both fit, just.

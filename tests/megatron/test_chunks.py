@@ -39,7 +39,7 @@ def test_layers_of_a_model_share_a_store():
     first, second, third = stores_of(layers := joined(changed(), [1, 2, 5]))
     assert first is second is third
     assert calls_of(layers) == [[0], [1], [2]]
-    assert first.num_rows(10) == 3 * 20  # As many as one rank ever has.
+    assert first.sizes(10).num_rows == 3 * 20  # As many as one rank ever has.
 
 
 def test_a_number_that_does_not_rise_begins_another_model():

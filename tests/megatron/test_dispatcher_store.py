@@ -88,8 +88,8 @@ def test_rows_of_a_full_store_are_kept_and_counted(caplog):
     assert f"share a store of {3 * 2**20} rows, {size:.2f} GiB" in later and size > 0.1
     assert said == (
         "padded dispatch: 3 layers at 20 tokens per rank share a store of 60 rows, 0.00 GiB for "
-        "each micro-batch in flight, and keep 0.00 GiB of tokens that arrived; what is dropped: "
-        "nothing"
+        "each micro-batch in flight, and keep 0.00 GiB of tokens that arrived and 0.00 GiB "
+        "of their plans; what is dropped: nothing"
     )
     wide = {"num_ranks": 16, "num_experts": 128, "top_k": 8}
     config = dataclasses.replace(dispatcher.configs.current, **wide)

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from padded_dispatch.memory import LayerMemory
 from padded_dispatch.tune.demand import Demand, demand_of
 from padded_dispatch.tune.recommend import percent, recommend, study
-from padded_dispatch.tune.replay import POOLS, balanced_drop, kept_bytes, replay
+from padded_dispatch.tune.replay import POOLS, balanced_drop, replay
 from tests.support.traces import of_run, synthetic_trace
 from tests.tune import test_replay
 
@@ -143,11 +144,11 @@ def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
 @pytest.mark.parametrize("pool", POOLS)
 def test_effects_and_costs_of_each_factor(pool, ranks, etp):
     replay = studied("lognormal", ranks=ranks, etp=etp, pools=(pool,)).chosen.replay
-    sizes = dict(hidden_size=64, fc1_width=96, num_layers=2, direct=etp == 1)
+    sizes = dict(num_tokens=64, hidden_size=64, fc1_width=96 // etp, direct=etp == 1)
     for i, config in enumerate(replay.configs):
         shares = replay.dropped[i].sum(1) / replay.asked.sum(1)
         assert replay.layer_shares[i].tolist() == shares.tolist()
-        assert replay.kept_bytes[i] == kept_bytes(config, 64, **sizes)
+        assert replay.kept_bytes[i] == LayerMemory(config=config, **sizes).kept(2)
         if pool == "expert":
             balanced = dict(num_tokens=64, top_k=2, num_experts=16, capacity=config.capacity(64))
             assert replay.balanced[i] == balanced_drop(**balanced)

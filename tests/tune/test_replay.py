@@ -107,7 +107,7 @@ def test_the_needed_factor_drops_nothing_and_a_smaller_one_something(asked, pool
         rows = found.configs[0].share(asked.run.num_tokens) if pool == "store" else asked.mean_rows
         lacks = needed * rows > factor * rows + 1
         if pool == "store":
-            least = found.configs[0].store_rows(asked.run.num_tokens, 1)
+            least = found.configs[0].least_store_rows(asked.run.num_tokens)
             lacks &= needed * len(asked.layers) * rows > least
         assert steps[lacks].all()
 

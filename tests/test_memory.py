@@ -1,0 +1,117 @@
+"""Bytes by hand: of buffers, of what is kept, of temporaries.
+
+`tests/experts/test_packed.py` compares them with what a pass keeps and allocates, and
+`tests/exchange/test_direct.py` with allocations.
+"""
+
+from typing import Any
+
+import pytest
+
+from padded_dispatch.config import NO_DROP, DispatchConfig, StoreSizes
+from padded_dispatch.memory import LayerMemory, aligned, gib
+
+# D = 2,048, F = 768, in bf16: a row of a store, and a token.
+ROW, TOKEN, T, K = 2 * 2 * 768 + 12, 2 * 2048, 4096, 8
+
+
+def qwen3(factor: Any = 1.25, **changes: Any) -> LayerMemory:
+    how = {name: changes.pop(name) for name in ("direct", "num_hosts") if name in changes}
+    sizes: Any = {"num_experts": 128, "top_k": K, "num_ranks": 8, "capacity_pool": "store"}
+    config = DispatchConfig(**sizes | {"capacity_factor": factor} | changes)
+    given = {"num_tokens": T, "hidden_size": 2048, "direct": True} | how
+    return LayerMemory(config=config, fc1_width=2 * 768 // config.etp_size, **given)
+
+
+def test_a_number_of_bytes_is_aligned_and_shown():
+    assert [aligned(size) for size in (0, 1, 256, 257)] == [0, 256, 256, 512]
+    assert gib(3 * 2**29) == "1.50"
+
+
+def test_buffers_of_direct_stores():
+    """Of 8 ranks, of the 8 ranks of a host, and where tokens arrive again."""
+    one = qwen3().buffers
+    assert one is not None
+    assert (one.landing, one.second_landing) == (7 * T * TOKEN, 0)
+    assert one.plans == 12 * 8 * T * K + 4 * 8 * 16
+    assert one.arriving == one.landing + one.plans
+    assert one.coming == T * K * (TOKEN + 4)
+    hosts = qwen3(num_ranks=32, num_hosts=4).buffers
+    assert hosts is not None
+    assert hosts.landing == hosts.second_landing == 7 * 4 * T * TOKEN
+    assert hosts.arriving == 2 * hosts.landing + 12 * 8 * 4 * T * K + 4 * 8 * 4
+    assert hosts.coming == 4 * one.coming
+    assert qwen3(direct=False).buffers is None
+    assert qwen3(num_ranks=1).buffers is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({"num_ranks": 1}, 0),
+        ({}, 7),
+        ({"direct": False}, 8),
+        ({"num_ranks": 16}, 15),  # No more than 1.5 * 8 * 1.25.
+        ({"num_ranks": 32}, 0),
+        ({"num_ranks": 32, "direct": False}, 0),
+        # Cells with less slots than tokens, of which fewer arrive: 4 experts of 320.
+        ({"num_ranks": 32, "direct": False, "capacity_pool": "expert"}, 32 * 4 * 320 / T),
+        # A rail keeps what it has gathered, its own tokens among it.
+        ({"num_ranks": 16, "num_hosts": 2}, 16),
+        ({"num_ranks": 16, "num_hosts": 2, "direct": False}, 16),
+        ({"num_ranks": 32, "num_hosts": 4}, 4),
+        ({"num_ranks": 64, "num_hosts": 8, "direct": False}, 8),
+    ],
+    ids=str,
+)
+def test_kept_tokens(changes: dict[str, Any], tokens: float):
+    assert qwen3(**changes).kept_tokens == tokens * T * TOKEN
+
+
+def test_kept_numbers():
+    """A row for each choice of 4 bytes, a slot, and experts; probabilities of what is overwritten.
+
+    Collectives keep 12 bytes more of each choice at home, and rails as much as collectives.
+    """
+    listed, own = 8 * T * (4 * K + 4), 4 * T * K
+    assert qwen3().kept_numbers(overwritten=False) == listed + own
+    assert qwen3().kept_numbers(overwritten=True) == listed + own + 8 * T * K * 4
+    assert qwen3(direct=False).kept_numbers(overwritten=False) == listed + 4 * own
+    assert qwen3(num_ranks=1, direct=False).kept_numbers(overwritten=False) == 2 * own
+    railed = qwen3(num_ranks=16, num_hosts=2).kept_numbers(overwritten=False)
+    assert railed == 2 * listed + 2 * own + 4 * own
+    cells = qwen3(num_ranks=32, direct=False, capacity_pool="expert")
+    slots = 32 * 4 * 320
+    assert cells.kept_numbers(overwritten=False) == slots * (4 * K + 4) + 4 * own + 8 * slots
+
+
+def test_what_layers_keep():
+    """A store has at least five shares; a lone layer is never overwritten."""
+    layer = qwen3()
+    numbers = [layer.kept_numbers(overwritten=one) for one in (False, True)]
+    for num_layers, rows in ((1, 5 * T * K), (4, 5 * T * K), (12, 12 * 40960)):
+        kept = rows * ROW + num_layers * (7 * T * TOKEN + numbers[1]) - numbers[1] + numbers[0]
+        assert layer.kept(num_layers) == kept
+    # Without drops each token may have all of its experts on one rank.
+    kept = 8 * T * K * ROW + 7 * T * TOKEN + numbers[0]
+    assert qwen3(NO_DROP).kept(1) == kept
+    split = qwen3(capacity_pool="expert", etp_size=2, direct=False)
+    rows = StoreSizes.of([split.config], T).num_rows
+    tokens, numbers = split.kept_tokens, split.kept_numbers(overwritten=False)
+    assert split.kept(1) == rows * (ROW - 2 * 768) + tokens + numbers
+
+
+def test_temporaries():
+    """Rows of D + 2 F columns and a number; in collectives what arrives, and sums, twice."""
+    rows, token = 1000 * (2 * (2048 + 2 * 768) + 4), T * TOKEN
+    assert qwen3().temporaries(1000, 768) == rows
+    assert qwen3(direct=False).temporaries(100_000, 768) == 100 * rows + 8 * token
+    assert qwen3(direct=False).temporaries(1000, 768) == 3 * 8 * token
+    again = qwen3(direct=False, num_ranks=32)
+    assert again.temporaries(10**6, 768) == 1000 * rows + 2 * 32 * token
+    assert again.temporaries(1000, 768) == 4 * 32 * token
+    railed = qwen3(num_ranks=16, num_hosts=2)
+    assert railed.temporaries(100_000, 768) == 100 * rows + 2 * token
+    assert railed.temporaries(1000, 768) == 3 * 2 * token
+    inside = qwen3(num_ranks=16, num_hosts=2, direct=False)
+    assert inside.temporaries(1000, 768) == (3 * 16 + 2) * token
