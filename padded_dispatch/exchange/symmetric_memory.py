@@ -30,10 +30,10 @@ from torch import Tensor
 
 from padded_dispatch.exchange.hosts import Hosts, gather_objects, groups_of, machine
 from padded_dispatch.exchange.mirror import time_limit
+from padded_dispatch.exchange.nvlink import linked
 from padded_dispatch.memory import DirectBuffers, aligned
 from padded_dispatch.utils.phases import is_capturing, unseen
 
-_NATIVE_ATOMICS = 3  # the driver's attribute of two GPUs that is 1 only if NVLink connects them
 _TRIAL_BYTES = 4096
 
 _log = logging.getLogger("padded_dispatch")
@@ -364,7 +364,7 @@ def _obstacle(seats: list[_Seat], *, over_nvlink: bool) -> str:
         accessible = number == here or torch.cuda.can_device_access_peer(here, number)
         if uuid in peers and not accessible:
             return f"GPU {here}, which cannot access GPU {number}"
-        if uuid in peers and number != here and over_nvlink and not _linked(here, number):
+        if uuid in peers and number != here and over_nvlink and not linked(here, number):
             return f"GPU {here}, which has no NVLink to GPU {number}"
     return ""
 
@@ -379,14 +379,6 @@ def _backend() -> str:
     device = torch.device("cuda", torch.cuda.current_device())
     ask: Callable[..., str | None] = getattr(_symmetric_memory, "get_backend", lambda device: None)
     return ask(device) or "CUDA"  # Torch 2.8 and earlier have no other.
-
-
-def _linked(number: int, other: int) -> bool:
-    """Return whether two GPUs that this process sees reach each other over NVLink."""
-    found = ctypes.c_int(0)
-    driver = ctypes.CDLL("libcuda.so.1")
-    failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, number, other)
-    return failed == 0 and found.value == 1
 
 
 def _trial(group: dist.ProcessGroup) -> str:

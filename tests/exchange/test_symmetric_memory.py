@@ -9,7 +9,7 @@ import socket
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def machine(monkeypatch, rendezvous) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     reaches = lambda _, number: number in here.reached  # noqa: E731
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
-    monkeypatch.setattr(symmetric_memory, "_linked", lambda _, number: number in here.linked)
+    monkeypatch.setattr(symmetric_memory, "linked", lambda _, number: number in here.linked)
 
     def gather(group, value):
         if isinstance(value, str):
@@ -210,20 +210,6 @@ def test_ranks_try_again_together_where_one_of_them_had_failed(machine, rendezvo
     for _ in range(2):
         check_group(group, over_nvlink=True)
     assert rendezvous.call_count == 3
-
-
-@pytest.mark.parametrize(
-    ("error", "atomics", "linked"), [(0, 1, True), (0, 0, False), (1, 1, False)]
-)
-def test_native_atomics_show_nvlink(error, atomics, linked):
-    def attribute(found: Any, number: int, *gpus: int) -> int:
-        assert (number, gpus) == (3, (0, 5))
-        found._obj.value = atomics
-        return error
-
-    driver = SimpleNamespace(cuDeviceGetP2PAttribute=attribute)
-    with patch.object(ctypes, "CDLL", lambda name: driver):
-        assert symmetric_memory._linked(0, 5) is linked
 
 
 @pytest.mark.parametrize("other", [["no NVLink on b"], ["", "not mapped on b"]])
