@@ -44,17 +44,17 @@ def linked_stores(*args: Any, over_nvlink: bool, **given: Any) -> Stores:
 
 
 def chosen(kind: Any, stores: Any = linked_stores, **changes: Any) -> tuple[Any, str]:
-    """Choose with these stores, for ranks on `machines`; "aa" is one host."""
+    """Choose with these stores, for ranks on `machines`, with `words`; "aa" is one host."""
     given = {"packed": True, "device": CUDA, "etp": None, "group": GROUP, "config": CONFIG}
     given |= changes
     config, group, etp_group = (given.pop(name) for name in ("config", "group", "etp"))
-    hosts = arranged(given.pop("machines", "aa"), 0)
+    hosts = arranged(given.pop("machines", "aa"), 0, **given.pop("words", {}))
     rails = Mock(
         side_effect=lambda inside, *args: Mock(spec=Rails, kind=inside.kind, inside=inside)
     )
     with (
         patch.object(module, "DirectStores", stores),
-        patch.multiple(module, hosts_of=lambda group: hosts, Rails=rails),
+        patch.multiple(module, hosts_of=lambda *given: hosts, Rails=rails),
         patch.object(module, "groups_of", lambda *given: (GROUP, GROUP)),
     ):
         return choose(config, group, etp_group, kind, **given)
@@ -93,6 +93,14 @@ def test_one_rank_moves_nothing():
         exchange, reason = chosen(kind, group=None, config=DispatchConfig(num_experts=2, top_k=1))
         assert exchange.kind == "none"
     assert reason == 'exchange="alltoall" was asked for'
+
+
+def test_the_reason_names_nvlink_domains():
+    words = {"kind": "NVLink domain"}
+    _, reason = chosen("auto", words=words)
+    assert reason == "the 2 ranks share an NVLink domain and reach each other's GPUs"
+    _, reason = chosen("auto", machines="aabb", words=words)
+    assert reason.startswith("2 NVLink domains of 2 ranks; the 2 ranks share an NVLink domain and")
 
 
 def test_rails_cross_between_hosts_of_several_ranks():

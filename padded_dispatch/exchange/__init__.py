@@ -5,7 +5,7 @@ the source computes without counts of other ranks. The source's plan (`routing.P
 the tokens. The receiver makes rows of the tokens (`experts`). It returns one row for each choice
 (`direct`: stores between the GPUs of one host) or one sum for each of the tokens (`collectives`:
 any backend). Between several hosts a rail is around either (`rails`). `agreement` first compares
-shapes and rules over the ranks.
+shapes and rules over the ranks. A host is a machine or an NVLink domain (`hosts`).
 
 Which of them a layer takes depends on settings and on machines, never on the routing, so a layer
 keeps it. It is the same on all ranks. `"auto"` takes direct stores if the layer has packed experts,
@@ -58,7 +58,8 @@ def choose(
         reason = f"direct stores need expert_tensor_parallel_size=1, got {size}"
     elif device.type != "cuda":
         reason = f"direct stores need tokens on GPUs, got {device.type}"
-    hosts = hosts_of(group) if group is not None and group.size() > 1 else None
+    hosts = hosts_of(group, device) if group is not None and group.size() > 1 else None
+    place = "an NVLink domain" if hosts is not None and hosts.kind != "host" else "a host"
     if hosts is not None and hosts.num_hosts == 1:
         hosts = None
     if hosts is not None:
@@ -78,7 +79,7 @@ def choose(
     if not reason:
         try:
             direct = DirectStores(local, group, hosts=hosts, over_nvlink=kind == "auto")
-            reason = f"the {direct.group.size()} ranks share a host and reach each other's GPUs"
+            reason = f"the {direct.group.size()} ranks share {place} and reach each other's GPUs"
         except ValueError as error:
             if kind == "direct":
                 raise

@@ -51,7 +51,8 @@ class DirectStores:
 
     Args:
         num_local_experts: experts on this rank (L).
-        group: the expert-parallel group, whose ranks must be on one host, or several with `hosts`.
+        group: the expert-parallel group, whose ranks must be on one host (see `exchange.hosts`), or
+            several with `hosts`.
         hosts: those of the group, if a rail crosses between them: see `exchange.rails`.
         over_nvlink: require NVLink between all GPUs of a host.
 

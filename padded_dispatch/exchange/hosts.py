@@ -1,4 +1,7 @@
-"""Hosts: which ranks of an expert-parallel group share a machine, and groups to cross hosts by.
+"""Hosts: which ranks of an expert-parallel group share memory, and groups to cross hosts by.
+
+A host is a machine, or an NVLink domain of several machines. If one rank of the group cannot share
+memory in its domain, machines are the hosts of all.
 
 All hosts of a group have as many ranks (G), so that H * G = R. Where machines have different
 numbers of its ranks, G is their greatest common divisor, and a machine with more ranks counts as
@@ -15,6 +18,7 @@ the expert-parallel group.
 
 import math
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,9 +30,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from padded_dispatch.exchange import nvlink
 from padded_dispatch.exchange.mirror import job_store, time_limit
 
 _T = TypeVar("_T")
+_MOST_RANKS = 72  # that torch's symmetric memory has signals for
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux has it.
 
 
@@ -44,12 +50,16 @@ class Hosts:
     Attributes:
         ranks_HG: for each host its ranks, by their numbers in the group.
         own: the numbers of this rank's host, and of this rank on it.
-        num_away: ranks on other machines.
+        num_away: ranks on other machines, or in other domains.
+        kind: "host" for machines, else "NVLink domain".
+        obstacle: why the machines of a domain are hosts of their own; "" if they are not.
     """
 
     ranks_HG: list[list[int]]
     own: tuple[int, int]
     num_away: int
+    kind: str = "host"
+    obstacle: str = ""
 
     @property
     def num_hosts(self) -> int:
@@ -63,11 +73,12 @@ class Hosts:
 
     def __str__(self) -> str:
         ranks = "rank" if self.num_inside == 1 else "ranks"
-        return f"{self.num_hosts} hosts of {self.num_inside} {ranks}"
+        words = f"{self.num_hosts} {self.kind}s of {self.num_inside} {ranks}"
+        return words + (f" (no NVLink domain, since {self.obstacle})" if self.obstacle else "")
 
 
-def arranged(machines: Sequence[str], rank: int) -> Hosts:
-    """Return the hosts of ranks with these machines, as `rank` sees them."""
+def arranged(machines: Sequence[str], rank: int, **words: str) -> Hosts:
+    """Return the hosts of ranks with these machines, as `rank` sees them; `words` describe them."""
     ranks_of: dict[str, list[int]] = {}
     for number, name in enumerate(machines):
         ranks_of.setdefault(name, []).append(number)
@@ -75,20 +86,44 @@ def arranged(machines: Sequence[str], rank: int) -> Hosts:
     parts = [ranks[i : i + size] for ranks in ranks_of.values() for i in range(0, len(ranks), size)]
     host = next(number for number, ranks in enumerate(parts) if rank in ranks)
     num_away = len(machines) - len(ranks_of[machines[rank]])
-    return Hosts(ranks_HG=parts, own=(host, parts[host].index(rank)), num_away=num_away)
+    own = host, parts[host].index(rank)
+    return Hosts(ranks_HG=parts, own=own, num_away=num_away, **words)
 
 
-_hosts: WeakKeyDictionary[dist.ProcessGroup, Hosts] = WeakKeyDictionary()
+# By the kind of device.
+_hosts: WeakKeyDictionary[dist.ProcessGroup, dict[str, Hosts]] = WeakKeyDictionary()
 # The groups of this rank's host and rail, by the kind of device.
 _Groups = dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]]
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
 
 
-def hosts_of(group: dist.ProcessGroup) -> Hosts:
-    """Return the hosts of a group; the first call is a collective call of the group."""
-    if group not in _hosts:
-        _hosts[group] = arranged(gather_objects(group, machine()), group.rank())
-    return _hosts[group]
+def hosts_of(group: dist.ProcessGroup, device: torch.device) -> Hosts:
+    """Return the hosts of a group for tensors on `device`.
+
+    The first call is a collective call of the group.
+    """
+    known = _hosts.setdefault(group, {})
+    if device.type not in known:
+        known[device.type] = _find_hosts(group, device)
+    return known[device.type]
+
+
+def _find_hosts(group: dist.ProcessGroup, device: torch.device) -> Hosts:
+    machines, rank = gather_objects(group, machine()), group.rank()
+    if device.type != "cuda" or len(set(machines)) == 1:
+        return arranged(machines, rank)
+    # Each rank has the answers of all, so all decide alike.
+    domains, obstacles = zip(*gather_objects(group, nvlink.domain()), strict=True)
+    if not any(domains):
+        return arranged(machines, rank)
+    numbers = dist.get_process_group_ranks(group)
+    found = zip(numbers, obstacles, strict=True)
+    reasons = [f"rank {number} has {obstacle}" for number, obstacle in found if obstacle]
+    if (most := max(Counter(domains).values())) > _MOST_RANKS:
+        reasons.append(f"{most} ranks are in one, of at most {_MOST_RANKS}")
+    if reasons:
+        return arranged(machines, rank, obstacle=reasons[0])
+    return arranged(domains, rank, kind="NVLink domain")
 
 
 def groups_of(
@@ -98,7 +133,7 @@ def groups_of(
 
     The first call is a collective call of the group.
     """
-    known, hosts = _groups.setdefault(group, {}), hosts_of(group)
+    known, hosts = _groups.setdefault(group, {}), hosts_of(group, device)
     if device.type not in known:
         host, number = hosts.own
         rail = [ranks[number] for ranks in hosts.ranks_HG]

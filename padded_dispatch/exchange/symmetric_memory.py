@@ -340,8 +340,9 @@ def _folder() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seat:
-    """The place of a rank: its host, `_folder`, process and GPU."""
+    """The place of a rank: its machine, host name, `_folder`, process and GPU."""
 
+    machine: str = field(default_factory=machine)
     host: str = field(default_factory=socket.gethostname)
     folder: str = field(default_factory=_folder)
     pid: int = field(default_factory=os.getpid)
@@ -352,11 +353,13 @@ def _obstacle(seats: list[_Seat], *, over_nvlink: bool) -> str:
     """Return why this rank cannot write to the memory of all `seats`; "" if it can."""
     if (backend := _backend()) != "CUDA":
         return f"the backend {backend} of torch's symmetric memory, which has no barrier on streams"
-    if len({seat.folder for seat in seats}) > 1:
-        hosts = ", ".join(sorted({seat.host for seat in seats}))
-        return f"an expert-parallel group on {hosts} without a common TMPDIR (or /tmp)"
-    if len({seat.pid for seat in seats}) < len(seats):
-        return "ranks of containers that share TMPDIR (or /tmp), and PIDs"
+    # Several machines are one host in an NVLink domain alone, where handles go through a store.
+    if len({seat.machine for seat in seats}) == 1:
+        if len({seat.folder for seat in seats}) > 1:
+            hosts = ", ".join(sorted({seat.host for seat in seats}))
+            return f"an expert-parallel group on {hosts} without a common TMPDIR (or /tmp)"
+        if len({seat.pid for seat in seats}) < len(seats):
+            return "ranks of containers that share TMPDIR (or /tmp), and PIDs"
     here = torch.cuda.current_device()
     peers = {seat.uuid for seat in seats}
     for number in range(torch.cuda.device_count()):

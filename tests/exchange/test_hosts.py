@@ -5,7 +5,7 @@ import os
 import socket
 from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from padded_dispatch.exchange import hosts
 from padded_dispatch.exchange.hosts import arranged, groups_of, hosts_of, join
 from padded_dispatch.exchange.mirror import AbsentRanksError, time_limit
 from tests.support.machines import ranks_on
-from tests.support.threads import poisoned_memory
+from tests.support.threads import poisoned_memory, run_on_threads
 from tests.support.whole_layers import assert_found, expected, make_case, one_pass
 
 CPU = torch.device("cpu")
@@ -43,6 +43,64 @@ def test_hosts_have_as_many_ranks_each(machines, ranks_HG, words):
         assert found.num_away == sum(other != machines[rank] for other in machines)
 
 
+IN_DOMAIN = [("1", "")] * 4
+
+
+@pytest.mark.parametrize(
+    ("answers", "words", "ranks_HG"),
+    [
+        (IN_DOMAIN, "1 NVLink domains of 4 ranks", [[0, 1, 2, 3]]),
+        ([("1", ""), ("2", "")] * 2, "2 NVLink domains of 2 ranks", [[0, 2], [1, 3]]),
+        ([("", "no fabric")] * 4, "2 hosts of 2 ranks", [[0, 1], [2, 3]]),
+        (
+            [*IN_DOMAIN[:2], ("1", "no channel"), ("1", "no state")],
+            "2 hosts of 2 ranks (no NVLink domain, since rank 2 has no channel)",
+            [[0, 1], [2, 3]],
+        ),
+        (
+            [*IN_DOMAIN[:3], ("", "no fabric")],
+            "2 hosts of 2 ranks (no NVLink domain, since rank 3 has no fabric)",
+            [[0, 1], [2, 3]],
+        ),
+    ],
+)
+def test_all_ranks_take_the_worst_answer(monkeypatch, answers, words, ranks_HG):
+    monkeypatch.setattr(hosts.nvlink, "domain", lambda: answers[dist.get_rank()])
+    for rank, found in enumerate(_found_on_threads("aabb", "cuda")):
+        assert (str(found), found.ranks_HG) == (words, ranks_HG)
+        assert rank in ranks_HG[found.own[0]]
+        assert found.num_away == 4 - len(ranks_HG[found.own[0]])
+
+
+def _found_on_threads(machines: str, kind: str) -> list[hosts.Hosts]:
+    def found() -> hosts.Hosts:
+        return hosts_of(dist.group.WORLD, torch.device(kind))
+
+    with ranks_on(machines):
+        return run_on_threads(len(machines), found)
+
+
+@pytest.mark.parametrize(("machines", "kind"), [("aaaa", "cuda"), ("aabb", "cpu")])
+def test_ranks_of_one_machine_and_cpus_are_not_asked(monkeypatch, machines, kind):
+    monkeypatch.setattr(hosts.nvlink, "domain", Mock(side_effect=AssertionError))
+    for found in _found_on_threads(machines, kind):
+        assert (found.kind, found.num_hosts) == ("host", len(set(machines)))
+
+
+def test_a_domain_of_too_many_ranks_is_divided(monkeypatch):
+    """Symmetric memory has signals for 72."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(group.size())))
+    for size, words in (
+        (72, "1 NVLink domains of 72 ranks"),
+        (76, "19 hosts of 4 ranks (no NVLink domain, since 76 ranks are in one, of at most 72)"),
+    ):
+        answers = [str(rank // 4) for rank in range(size)], [("1", "")] * size
+        monkeypatch.setattr(hosts.nvlink, "domain", lambda: ("1", ""))
+        monkeypatch.setattr(hosts, "gather_objects", Mock(side_effect=answers))
+        group: Any = Mock(**{"size.return_value": size, "rank.return_value": 5})
+        assert str(hosts_of(group, torch.device("cuda"))) == words
+
+
 def test_a_machine_is_known_by_its_boot(pool2, monkeypatch, tmp_path):
     here = hosts.machine()
     assert pool2.run(hosts.machine) == [here, here]
@@ -57,7 +115,7 @@ def _numbers(machines: str) -> tuple[list[int], list[int], float]:
     group: Any = dist.new_group(timeout=timedelta(seconds=77))
     with ranks_on(machines):
         inside, rail = groups_of(group, CPU)
-        assert groups_of(group, CPU)[1] is rail and hosts_of(group) is hosts_of(group)
+        assert groups_of(group, CPU)[1] is rail and hosts_of(group, CPU) is hosts_of(group, CPU)
     found = []
     for one in (inside, rail):
         gathered = torch.empty(one.size(), dtype=torch.int64)

@@ -107,7 +107,7 @@ def machine(monkeypatch, rendezvous) -> SimpleNamespace:
     def gather(group, value):
         if isinstance(value, str):
             return [here.other.pop(0) if here.other else "", value]
-        each = {"host": "a", "folder": "f"}
+        each = {"machine": "m", "host": "a", "folder": "f"}
         of_ranks = [
             each | {"pid": 7 + n, "uuid": f"gpu {n % 2}"} | seat
             for n, seat in enumerate(here.seats)
@@ -153,6 +153,13 @@ def test_what_the_rendezvous_needs_decides_and_not_the_name_of_a_host(
     machine.seats = ({}, other)
     assert obstacle(over_nvlink=False) == expected + bool(expected) * "; set exchange='alltoall'"
     assert rendezvous.called == (expected == "")
+
+
+def test_machines_of_an_nvlink_domain_need_no_folder(machine, rendezvous):
+    """There torch sends fabric handles through the store; `exchange.hosts` has who is in one."""
+    machine.seats = ({}, {"machine": "n", "host": "b", "folder": "g", "pid": 7, "uuid": "gpu 9"})
+    assert obstacle(over_nvlink=True) == ""
+    rendezvous.assert_called_once()
 
 
 def test_processes_meet_in_one_folder_of_one_host(pool2, monkeypatch, tmp_path):

@@ -60,7 +60,7 @@ def rails_of(num_local_experts: int, kind: str, device: torch.device) -> Rails:
     `exchange.choose` makes no direct stores on a CPU.
     """
     group: Any = dist.group.WORLD
-    hosts, (inside, rail) = hosts_of(group), groups_of(group, device)
+    hosts, (inside, rail) = hosts_of(group, device), groups_of(group, device)
     exchange: Any = Collectives(num_local_experts, inside)
     if kind == "direct":
         exchange = DirectStores(num_local_experts, group, hosts=hosts)
