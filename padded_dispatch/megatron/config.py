@@ -21,7 +21,14 @@ from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.config import FIT, NO_DROP, CapacityPool, DispatchConfig, require
+from padded_dispatch.config import (
+    FIT,
+    NO_DROP,
+    CapacityPool,
+    DispatchConfig,
+    is_positive,
+    require,
+)
 from padded_dispatch.megatron.compat import captures, captures_iteration, capturing
 from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.utils.logs import log_once
@@ -98,7 +105,7 @@ REFUSED = (
         "moe_expert_capacity_factor",
         "sets the capacity; None drops nothing (C = T); a factor must be finite and above 0",
         "set a number above 0, such as 1.25, or None",
-        lambda factor: factor is True or not (factor is None or 0 < abs(factor) < math.inf),
+        lambda factor: factor is not None and not (is_positive(factor) and factor < math.inf),
     ),
     Refused(
         "moe_use_legacy_grouped_gemm",  # 0.16 only.
@@ -309,8 +316,12 @@ def padded_options(config: Any) -> PaddedOptions:
     """Return the options of a config, or the defaults if it has none.
 
     Raises:
-        ValueError: `config.padded_dispatch` is no `PaddedOptions`.
+        ValueError: `config.padded_dispatch` is no `PaddedOptions`, or the config has them under the
+            name that saved configs use.
     """
+    saved, rule = getattr(config, "padded_options", None), "be None, since layers do not read it"
+    fix = "set config.padded_dispatch = PaddedOptions(...)"
+    require(saved is None, "padded_options", saved, rule, fix)
     options = getattr(config, "padded_dispatch", PaddedOptions())
     require_options("padded_dispatch", options)
     return options
@@ -378,8 +389,7 @@ def dispatch_config(
         ValueError: see `DispatchConfig`; it names Megatron's fields.
     """
     factor = config.moe_expert_capacity_factor
-    # `TransformerConfig.__post_init__` replaces a negative factor by None, but not one set later.
-    factor = NO_DROP if factor is None or factor < 0 else factor
+    factor = NO_DROP if factor is None else factor
     try:
         return DispatchConfig(
             num_experts=config.num_moe_experts,

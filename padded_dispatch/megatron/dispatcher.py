@@ -126,9 +126,19 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         groups = *groups, getattr(pg_collection, "expt_dp", None)
         self._logs = all(group is None or group.rank() == 0 for group in groups)
         if self._logs:
+            asked, many = (self._options.experts, self._options.capacity_pool), 2**20
+            has_room = self.packed or self.configs.training.capacity(many) >= many
+            level, drops = logging.INFO, ""
+            if asked == ("auto", "auto") and not has_room:  # A store would drop less, or nothing.
+                level = logging.WARNING
+                drops = (
+                    "; each expert drops a rank's rows past its capacity: set "
+                    "moe_expert_capacity_factor=None to drop none"
+                )
             log_once(
                 f"padded dispatch: experts={self.chosen['experts']} ({chosen.reason}), "
-                f"capacity_pool={chosen.pool}, exchange={self.exchange.kind} ({reason})"
+                f"capacity_pool={chosen.pool}, exchange={self.exchange.kind} ({reason}){drops}",
+                level,
             )
 
     @property
@@ -236,6 +246,13 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         require(options == self._options, "padded_dispatch", options, rule, fix)
         if self.configs.in_training:
             self.configs.check_on_overflow()
+            if self._logs and options.trace is not None and not self.configs.has_hooks:
+                log_once(
+                    f"trace={options.trace!r} has no effect in a training loop without StepHooks; "
+                    "make padded_dispatch.megatron.StepHooks(chunks, passes=Passes(...)) before "
+                    "the first step",
+                    logging.WARNING,
+                )
             require_gradients_arrive(self.experts, self.config)
             require_weights_stay(self.experts, self.config)
             if self._logs and config.capacity_factor == NO_DROP:
@@ -333,6 +350,10 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
                 "PaddedOptions(experts='module')",
                 logging.WARNING,
             )
+        policy = config.policy
+        if self._logs and policy != "probs" and config.capacity_pool == "store":
+            words = "has no effect with a store; set PaddedOptions(capacity_pool='expert')"
+            log_once(f"moe_token_drop_policy={policy!r} {words}", logging.WARNING)
         if self._logs and self.configs.in_training and not config.fits and self.store:
             num_tokens, width = tokens_TD.shape
             layer = LayerMemory(

@@ -140,8 +140,8 @@ def require_weights_stay(experts: nn.Module, config: Any) -> None:
 
 def _obstacle_to_packed(config: Any) -> str:
     """Return why "auto" keeps the module of the layer's spec; empty if experts are packed."""
-    if refused := _refused(config):
-        return refused
+    if refused := _refused(config):  # "auto" is their remedy.
+        return " ".join(refused.replace(f" Remedy: {_REMEDY}.", "").split())
     # Megatron-Bridge's training adds adapters by such a hook, after the model is built.
     hooks = getattr(config, "_pre_wrap_hooks", ())
     if any(getattr(hook, "__name__", "") == "peft_pre_wrap_hook" for hook in hooks):

@@ -92,8 +92,6 @@ def _wrap_post_init(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         take_over(self)
         with Patches() as patches:
             patches.set(self, "moe_token_dispatcher_type", "alltoall")
-            if (self.moe_expert_capacity_factor or 0) < 0:
-                self.moe_expert_capacity_factor = None
             # Megatron allows a factor only with some kinds of load balancing, since its own router
             # would drop. It requires a factor and padding for graphs of scope `moe`.
             pads = captures_moe(self)

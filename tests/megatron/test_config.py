@@ -81,6 +81,22 @@ def test_all_refused_settings_are_named_at_once():
     ]
 
 
+@pytest.mark.parametrize("factor", [-1.0, "1.25", float("nan"), True])
+def test_factors_that_are_no_positive_number_are_refused(factor):
+    """Stock takes a negative one for None, so that it would drop nothing."""
+    words = rf"moe_expert_capacity_factor={factor!r}: .*above 0\. Remedy: set a number above 0"
+    with pytest.raises(ValueError, match=words):
+        check_config(megatron_config(moe_expert_capacity_factor=factor))
+
+
+def test_options_under_their_name_in_saved_configs_are_refused():
+    config = megatron_config()
+    config.padded_options = {"experts": "packed"}
+    words = r"^padded_options must be None, since .*; set config\.padded_dispatch = PaddedOptions\("
+    with pytest.raises(ValueError, match=words):
+        check_config(config)
+
+
 NO_EXPERTS = ("attn",), ("moe_router",), ("attn", "moe_router", "moe_preprocess")
 
 
@@ -133,9 +149,8 @@ def test_every_setting_of_a_megatron_user_is_translated():
     )
 
 
-@pytest.mark.parametrize("factor", [None, -1.0])
-def test_no_factor_and_a_negative_one_drop_nothing(factor):
-    config = megatron_config(moe_expert_capacity_factor=factor)
+def test_no_factor_drops_nothing():
+    config = megatron_config(moe_expert_capacity_factor=None)
     translated = dispatch_config(config, num_ranks=1, etp_size=1)
     assert translated.capacity_factor == NO_DROP
     assert translated.capacity(37) == 37

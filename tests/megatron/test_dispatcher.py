@@ -138,6 +138,37 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
         assert "set moe_expert_capacity_factor" in message
 
 
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [({}, True), ({"capacity_pool": "expert"}, False), ({"experts": "module"}, False)],
+    ids=str,
+)
+@pytest.mark.parametrize("factor", [0.5, 2.0, None])  # At 2 a cell has room for all 4 tokens.
+def test_a_fall_back_to_cells_that_drop_is_a_warning(caplog, options, warns, factor):
+    given = {"experts": "auto", "activation_func": torch.tanh, **options}
+    for _ in range(2):
+        tiny.padded_layer(moe_expert_capacity_factor=factor, **given)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == (warns and factor == 0.5)
+    for message in warned:
+        assert message.startswith("padded dispatch: experts=module (packed experts do not support ")
+        assert "Remedy" not in message and message.endswith("capacity_factor=None to drop none")
+
+
+def test_options_without_effect_are_named_once(caplog):
+    settings = {"experts": "packed", "moe_token_drop_policy": "position", "trace": "folder"}
+    made = tiny.padded_layer(moe_expert_capacity_factor=2.0, **settings)
+    for _ in range(2):
+        made(tiny.tokens(4))
+    trace, policy = caplog.messages
+    assert trace.startswith("trace='folder' has no effect in a training loop without StepHooks; ")
+    assert policy.startswith("moe_token_drop_policy='position' has no effect with a store; set ")
+    followed = tiny.padded_layer(moe_expert_capacity_factor=2.0, experts="packed", trace="other")
+    followed.token_dispatcher.configs.has_hooks = True
+    followed(tiny.tokens(4))
+    assert len(caplog.messages) == 2
+
+
 @pytest.mark.parametrize("experts", ["module", "packed"])
 def test_the_first_pass_of_recompute_is_not_counted(experts):
     """It has no gradients; evaluation has none either, and is counted by itself."""
