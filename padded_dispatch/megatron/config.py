@@ -32,6 +32,7 @@ from padded_dispatch.config import (
 from padded_dispatch.megatron.compat import captures, captures_iteration, capturing
 from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.utils.logs import log_once
+from padded_dispatch.utils.phases import in_backward
 
 # The value of `moe_token_dispatcher_type` for this dispatcher.
 NAME = "padded_alltoall"
@@ -445,6 +446,7 @@ class LayerConfigs:
     def __init__(self, config: Any, **sizes: Any) -> None:
         self._config, self._sizes, self._options = config, sizes, padded_options(config)
         self.has_hooks = self.has_retry = self.has_context = False
+        self._of_pass: dict[bool, DispatchConfig] = {}  # Of each mode's last pass.
         self.router: Any = None
         self.find_factors(0)  # The layer has no number yet.
 
@@ -482,6 +484,15 @@ class LayerConfigs:
         if eval_factor in (None, FIT) and generates:
             return self._generation if capturing() else self.fitting
         return self.training if eval_factor is None and capturing() else self.evaluation
+
+    def stays(self) -> bool:
+        """Return whether a pass that backward recomputes has the mode and config of its first run.
+
+        Call it once in each pass. It compares with the last pass outside of backward.
+        """
+        if not in_backward():
+            self._of_pass[self.in_training] = self.current
+        return self._of_pass.get(self.in_training) == self.current
 
     @property
     def in_training(self) -> bool:

@@ -1,5 +1,6 @@
 """The six methods, called as Megatron calls them."""
 
+import dataclasses
 import inspect
 import logging
 from contextlib import nullcontext
@@ -136,6 +137,26 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
         assert f"room for {num_rows} rows of a layer, 2.0 times as many as in" in message
         assert f": {gib} GiB before fc1" in message
         assert "set moe_expert_capacity_factor" in message
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("changed", ["", "factor", "mode"])
+def test_what_decides_a_pass_stays_until_it_is_recomputed(changed, reentrant):
+    """Evaluation in between, which has another config, is no change."""
+    made = tiny.padded_layer(experts="packed", moe_expert_capacity_factor=1.0)
+    given = tiny.tokens(8).requires_grad_()
+    output = checkpoint(lambda x: made(x)[0], given, use_reentrant=reentrant)
+    configs = made.token_dispatcher.configs
+    if changed != "mode":
+        with torch.no_grad():
+            made.eval()(tiny.tokens(8))
+    made.train(changed != "mode")
+    if changed == "factor":
+        configs.training = dataclasses.replace(configs.training, capacity_factor=0.5)
+    refused = pytest.raises(ValueError, match=r"^config must stay as it is until backward has")
+    with refused if changed else nullcontext():
+        output.sum().backward()
+        assert given.grad is not None and given.grad.any()
 
 
 @pytest.mark.parametrize(
