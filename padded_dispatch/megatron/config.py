@@ -436,6 +436,7 @@ class LayerConfigs:
         fitting: the config of eager passes that drop nothing (`FIT`).
         has_context: whether the layer was last called with an `inference_context`.
         has_hooks: whether `StepHooks` follow what this layer drops.
+        hooks: a weak reference to them, in their loop.
         has_retry: whether they repeat steps in which this layer drops.
         router: the router of the layer; None before the layer has one.
 
@@ -446,6 +447,7 @@ class LayerConfigs:
     def __init__(self, config: Any, **sizes: Any) -> None:
         self._config, self._sizes, self._options = config, sizes, padded_options(config)
         self.has_hooks = self.has_retry = self.has_context = False
+        self.hooks: Callable[[], Any] | None = None
         self._of_pass: dict[bool, DispatchConfig] = {}  # Of each mode's last pass.
         self.router: Any = None
         self.find_factors(0)  # The layer has no number yet.

@@ -429,16 +429,22 @@ def is_padded(module: Any) -> bool:
     return isinstance(getattr(module, "token_dispatcher", None), PaddedAlltoAllTokenDispatcher)
 
 
+def is_chunks(chunks: Any) -> bool:
+    """Return whether `chunks` is a list with a module for each chunk of a model."""
+    is_list = isinstance(chunks, list | tuple) and len(chunks) > 0
+    return is_list and all(isinstance(chunk, torch.nn.Module) for chunk in chunks)
+
+
 def require_chunks(chunks: Any) -> None:
-    """Raise unless `chunks` is a list with a module for each chunk of a model.
+    """Raise unless `is_chunks`.
 
     Raises:
         ValueError: names the argument.
     """
-    is_list = isinstance(chunks, list | tuple)
+    shown = chunks if isinstance(chunks, list | tuple) else type(chunks).__name__
     rule = "be a list of the model's chunks on this rank, at least one"
     fix = "give [model] if the model is one module"
-    require(is_list and chunks, "chunks", chunks if is_list else type(chunks).__name__, rule, fix)
+    require(is_chunks(chunks), "chunks", shown, rule, fix)
 
 
 def device_of(chunks: list[Any]) -> torch.device:

@@ -213,6 +213,7 @@ class _Loop:
                 "load them with those, write a checkpoint with "
                 "--dist-ckpt-optim-fully-reshardable and load that, or give --no-load-optim",
             )
+            self._run = None  # A model has one run at a time, and so has a run that raised.
             self._run = _Run(chunks, settings) if any(are_ours) else None
             self._chunks = chunks
         return self._run

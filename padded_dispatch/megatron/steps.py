@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from padded_dispatch.config import require
 from padded_dispatch.exchange.mirror import differing
-from padded_dispatch.megatron.dispatcher import device_of, require_chunks
+from padded_dispatch.megatron.dispatcher import device_of, is_chunks, require_chunks
 from padded_dispatch.megatron.record import Passes, record_routing
 from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.telemetry import (
@@ -59,8 +59,8 @@ class StepHooks:
 
     Raises:
         ValueError: if `chunks` is no list of modules, no rank has a layer with the padded
-            dispatcher, `layer_factors` names a layer without it, `every` is below 1, a trace lacks
-            `passes`, or ranks differ in an argument or in an option.
+            dispatcher, other hooks follow a layer, `layer_factors` names a layer without it,
+            `every` is below 1, a trace lacks `passes`, or ranks differ in an argument or an option.
     """
 
     def __init__(
@@ -71,18 +71,28 @@ class StepHooks:
         steps_done: int = 0,
         passes: Passes | None = None,
     ) -> None:
+        # What one rank alone was given wrong must raise on all: compare before checking.
+        is_list = is_chunks(chunks)
+        local = padded_moe_layers(chunks) if is_list else {}
+        arguments = {"every": every, "steps_done": steps_done, "passes": passes is not None}
+        arguments["chunks"] = "a list of chunks" if is_list else type(chunks).__name__
+        settings, is_followed = _settings_of_all(local, arguments)
         require_chunks(chunks)
-        require(every >= 1, "every", every, "be at least 1")
-        local = padded_moe_layers(chunks)
+        is_whole = type(every) is int and every >= 1
+        require(is_whole, "every", every, "be a whole number of at least 1")
+        # A read sets the largest need to zero, which others have not seen.
+        rule = "have no other StepHooks: with two, neither sees the largest need of a pass"
+        require(not is_followed, "chunks", "some that have", rule, "use those, or delete them")
+        _check_layers(settings)
         self._chunks, self._every = chunks, every
         self._steps_done = self._step = steps_done
-        settings = _settings_of_all(local, {"every": every, "steps_done": steps_done})
         self.layers: tuple[int, ...] = tuple(settings)
         logs, device = dist.get_rank() == 0, device_of(chunks)
         self._reader = Reader(local, settings, [None], device, logs=logs)
         self.settings = self._reader.settings
         for layer in local.values():
-            layer.token_dispatcher.configs.has_hooks = True
+            configs = layer.token_dispatcher.configs
+            configs.has_hooks, configs.hooks = True, weakref.ref(self)
         self._reader.finish(self._reader.start(steps_done))
         self._pending: Copy | None = None
         self.retry: Retry | None = None
@@ -161,24 +171,32 @@ class StepHooks:
 
 def _settings_of_all(
     local: dict[int, Any], arguments: dict[str, object]
-) -> dict[int, LayerSettings]:
-    """Return the settings of the layers of all ranks, by number; compare arguments and options.
+) -> tuple[dict[int, LayerSettings], bool]:
+    """Return the settings of the layers of all ranks, by number, and whether hooks follow any.
+
+    It compares arguments and options.
 
     Replicas and stages of a pipeline, too, must make the same calls, and do the same after.
     """
     local_settings = {number: LayerSettings.of(layer) for number, layer in local.items()}
     for one in local_settings.values():
         arguments = arguments | dataclasses.asdict(one.options)
+    configs = [layer.token_dispatcher.configs for layer in local.values()]
+    is_followed = any(one.hooks is not None and one.hooks() is not None for one in configs)
     given: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(given, (arguments, local_settings))
-    for name in dict.fromkeys(name for of_rank, _ in given for name in of_rank):
-        values = {rank: one[name] for rank, (one, _) in enumerate(given) if name in one}
+    dist.all_gather_object(given, (arguments, local_settings, is_followed))
+    for name in dict.fromkeys(name for of_rank, *_ in given for name in of_rank):
+        values = {rank: one[name] for rank, (one, *_) in enumerate(given) if name in one}
         if shown := differing(values):
             raise ValueError(
                 f"{name} must be the same on all ranks, got {shown}; set one of these values"
             )
-    merged = {number: value for _, part in given for number, value in part.items()}
-    settings: dict[int, LayerSettings] = {number: merged[number] for number in sorted(merged)}
+    merged = {number: value for _, part, _ in given for number, value in part.items()}
+    return {number: merged[number] for number in sorted(merged)}, any(one[2] for one in given)
+
+
+def _check_layers(settings: dict[int, LayerSettings]) -> None:
+    """Raise if no rank has a padded layer, or `layer_factors` names other layers."""
     if not settings:
         raise ValueError(
             "chunks must have a layer with moe_token_dispatcher_type='padded_alltoall', got none "
@@ -191,4 +209,3 @@ def _settings_of_all(
         applies = number in settings and settings[number].config.capacity_factor == factor
         rule = f"name layers with experts, {(*settings,)}, by Megatron's numbers"
         require(applies, "layer_factors", factors, rule, f"leave out layer {number}")
-    return settings

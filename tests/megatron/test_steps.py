@@ -1,5 +1,6 @@
 """Snapshots equal a count on the host, over all ranks, layers and stages, each counted once."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from padded_dispatch.config import NO_DROP
-from padded_dispatch.megatron import LayerGraphs, StepHooks
+from padded_dispatch.megatron import LayerGraphs, Passes, StepHooks
 from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.telemetry import scalars
 from tests.support import parity, tiny
@@ -228,6 +229,7 @@ def test_layers_without_a_number_of_their_own_follow_the_others(numbers, expecte
     assert hooks.layers == tuple(sorted(expected))
     first = hooks.layers.index(expected[0])
     assert training.counts["demand_E"][first].tolist() == counts.demand_E.tolist()
+    del hooks
     alone = StepHooks([chunk[0]])
     run(chunk[0], 2)
     assert alone.read().training.counts["num_positions"].tolist() == [T]
@@ -257,8 +259,21 @@ def test_a_model_without_padded_layers_is_refused():
     missing = r"chunks must have a layer with moe_token_.*, got none on any rank; set it"
     with pytest.raises(ValueError, match=missing):
         StepHooks([chunk])
-    with pytest.raises(ValueError, match=r"^every must be at least 1, got 0$"):
+    with pytest.raises(ValueError, match=r"^every must be a whole number of at least 1, got 0$"):
         StepHooks([chunk], every=0)
+
+
+def test_a_model_with_other_hooks_is_refused():
+    """A read sets the largest need to zero, so the second would advise a factor of 0."""
+    chunk = model(1)
+    hooks = StepHooks([chunk])
+    run(chunk[0], 1)
+    with pytest.raises(ValueError, match=r"^chunks must have no other StepHooks: with two, "):
+        StepHooks([chunk])
+    assert hooks.read().training.needed_factor.tolist() > [1.0]
+    del hooks
+    run(chunk[0], 1)
+    assert StepHooks([chunk]).layers == (1,)
 
 
 def test_a_factor_of_a_layer_without_experts_is_refused():
@@ -321,17 +336,23 @@ def test_every_stage_sees_all_layers_and_raises_their_errors(pool2):
 def _differs(name: str, values: tuple[Any, Any]) -> str:
     """Return the error of replicas, or of stages of a pipeline, whose first one has no layer."""
     given = {name: values[dist.get_rank()]}
-    arguments = {name: given.pop(name) for name in ("every", "steps_done") if name in given}
+    names = "chunks", "every", "passes", "steps_done"
+    arguments = {name: given.pop(name) for name in names if name in given}
     with parity.megatron("cpu"):
         chunk = model(*([] if arguments and dist.get_rank() == 0 else [1]), **given)
         with pytest.raises(ValueError) as error:
-            StepHooks([chunk], **arguments)
+            StepHooks(**{"chunks": [chunk], **arguments})
         return str(error.value)
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("every", (2, 3)), ("steps_done", (0, 40)), ("on_overflow", ("warn", "retry"))],
+    [
+        ("every", (2, 3)),
+        ("every", (0, 10)),
+        ("steps_done", (0, 40)),
+        ("on_overflow", ("warn", "retry")),
+    ],
 )
 def test_ranks_that_differ_all_raise_the_same_error(pool2, name, values):
     """Else one would read, or end the run, while the others are in another collective."""
@@ -339,6 +360,18 @@ def test_ranks_that_differ_all_raise_the_same_error(pool2, name, values):
     shown = f"{values[0]} on rank 0, {values[1]} on rank 1"
     assert first == second
     assert first == f"{name} must be the same on all ranks, got {shown}; set one of these values"
+
+
+def test_a_rank_with_wrong_arguments_does_not_leave_its_peers_waiting(pool2):
+    """They would be in the exchange of settings; here all raise what differs."""
+    sizes = Passes(num_microbatches=1, num_tokens=1, num_steps=1)
+    for values, shown in (
+        (([], nn.Linear(1, 1)), "chunks must .*, got list on rank 0, Linear on rank 1; "),
+        ((None, sizes), "passes must .*, got False on rank 0, True on rank 1; "),
+    ):
+        name = shown.split()[0]
+        first, second = pool2.run(_differs, name, values)
+        assert first == second and re.match(shown, first)
 
 
 def _over_tensor_parallel_ranks() -> Any:
