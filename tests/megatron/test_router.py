@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
+from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch.config import POLICIES
 from padded_dispatch.megatron.compat import layer_graphs
@@ -217,6 +218,31 @@ def test_gradients_of_logits_have_sixteen_bits(scale):
         ulp = torch.finfo(torch.bfloat16).eps * exact.abs().max()
         assert leaf.grad.dtype == torch.bfloat16
         assert (leaf.grad.double() - exact).abs().max() <= 2 * plain + ulp
+
+
+def test_both_parts_of_a_weight_s_gradient_are_added_before_rounding():
+    """Those below sum up to 2**-8 + 2**-20, in bf16 2**-8; 1 + 2**-8 is a tie, and would be 1."""
+    route = router(params_dtype=torch.bfloat16, moe_router_dtype="fp32")
+    grad = torch.zeros(5, 1, tiny.NUM_EXPERTS)
+    tiny_part = 2.0**-12
+    of_tokens = 1.0, 1 + 2.0**-9, -1 + 2.0**-9, tiny_part + 2.0**-20, -tiny_part
+    grad[:, 0, 0] = torch.tensor(of_tokens)
+    assert grad[:, 0, 0].bfloat16().sum() == 1
+    route.gating(torch.ones(5, 1, tiny.HIDDEN).bfloat16()).backward(grad)
+    assert route.weight.grad[0].unique().tolist() == [1 + 2.0**-7]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_pass_moves_the_expert_bias_once(reentrant):
+    """The first run of one kind of recompute has gradients enabled.
+
+    A square keeps its input, so that the second run goes on behind the router.
+    """
+    route = router(**tiny.EXPERT_BIAS)
+    given = tokens().requires_grad_()
+    out = checkpoint(lambda x: route(x)[0].square(), given, use_reentrant=reentrant)
+    out.sum().backward()
+    assert route.local_tokens_per_expert.tolist() == [T, T, 0, 0]
 
 
 class Cooler(TopKRouter):
