@@ -126,6 +126,20 @@ def test_rows_by_hand(capacity_pool, changes, rows, slots):
     assert config.wire_slots(100) == (100 if capacity_pool == "store" else slots)
 
 
+@pytest.mark.parametrize(("etp_size", "rows"), [(1, 1000), (2, 2000)])
+def test_a_store_of_one_layer_has_five_shares(etp_size, rows):
+    """Ranks that split experts get the rows of each other's tokens, too."""
+    given = {**GOOD, "num_ranks": 8, "etp_size": etp_size, "capacity_pool": "store"}
+    config = DispatchConfig(**given)
+    assert config.share(100) == rows / 5
+    assert config.max_rows(100) == 4 * rows / 5  # One expert a rank.
+    assert config.store_rows(100, 1) == 4 * rows / 5
+    config = DispatchConfig(**{**given, "num_experts": 16})
+    assert config.max_rows(100) == 8 * rows / 5
+    assert config.store_rows(100, 1) == rows
+    assert config.store_rows(100, 5) == 1.25 * rows
+
+
 @POOLS
 def test_sizes_of_a_pass_that_fits_are_not_known_before(capacity_pool):
     config = DispatchConfig(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
+from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher, Store
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.experts import padded
 from tests.support import whole_layers
@@ -401,6 +401,16 @@ def test_a_factor_that_is_replaced_before_backward_recomputes_is_refused():
     for recompute, wanted in (("", "none"), ("other", words), ("reentrant", words)):
         found = run_on_threads(2, _replaced, case, recompute)
         assert all(one.startswith(wanted) for one in found)
+
+
+def test_a_store_follows_a_factor_that_is_replaced():
+    config = DispatchConfig(num_experts=4, top_k=1, capacity_factor=6.0, capacity_pool="store")
+    store = Store()
+    dispatchers = [PaddedDispatcher(config, store=store) for _ in range(6)]
+    assert store.num_rows(10) == 60  # At most 10 rows a layer.
+    for dispatcher in dispatchers:
+        dispatcher.config = dataclasses.replace(config, capacity_factor=0.9)
+    assert store.num_rows(10) == 54
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])

@@ -62,6 +62,25 @@ def test_another_order_of_calls_is_seen(pool2):
         assert "call number is 2 on rank 0, 1 on rank 1" in message
 
 
+class _NoText:
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+def _a_call_that_rank_1_tries_twice() -> None:
+    agreement = Agreement(dist.group.WORLD)
+    if dist.get_rank() == 1:
+        with pytest.raises(TypeError, match="no text"):
+            agreement.check(D=_NoText())
+    agreement.check(D=8)
+
+
+def test_another_number_of_calls_is_seen(pool2):
+    """All else is equal: rank 1's first call broke off before it could compare anything."""
+    for message in errors_of(pool2, _a_call_that_rank_1_tries_twice):
+        assert "call number is 1 on rank 0, 2 on rank 1" in message
+
+
 def _other_layers(numbers: list[int | None], chosen: list[int]) -> None:
     """Each rank calls one of two layers, for the first time; they have these numbers on it."""
     group, me = dist.new_group(), dist.get_rank()

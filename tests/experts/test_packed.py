@@ -115,6 +115,8 @@ class Model:
         for weights in rank.weights_Y:
             self.store.add(lambda: case.config)
             weights.fc1_LGD.requires_grad_(not case.frozen)
+            if weights.fc2_bias_LD is not None:  # Probabilities have its gradient all the same.
+                weights.fc2_bias_LD.requires_grad_(not case.frozen)
             leaves = weights.fc1_LGD.detach(), weights.fc2_LDF.detach()
             more: dict[str, Any] = {}
             if case.sums:
@@ -176,6 +178,7 @@ CASES = [
     Case(factor=0.5, routings=("full", "hot", "thin")),
     Case(factor=0.5, routings=("hot", "full"), biased=True, activation=GPT_OSS),
     Case(biased=True, sums=True, activation=Activation(function="squared_relu", gated=False)),
+    Case(biased=True, frozen=True),
     Case(routings=("full", "hot"), sums=True, factor=0.4),
     Case(tokens=1),
     Case(ranks=2, routings=("full", "thin")),

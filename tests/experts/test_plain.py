@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from padded_dispatch.experts import Activation, ExpertWeights, plain
+from padded_dispatch.experts import Activation, ExpertWeights, Sums, plain
 from padded_dispatch.experts.store import Room
 from padded_dispatch.kernels import layout
 from tests.support import reference
@@ -89,6 +89,16 @@ def test_gradients_of_a_token_are_summed_in_fp32():
     assert values.grad.item() == 258
     summed = plain.add(torch.tensor([[256.0], [1.0], [1.0]]).bfloat16(), torch.zeros(3).int(), 1, 1)
     assert summed.dtype == torch.float32 and summed.item() == 258
+
+
+def test_the_first_gradient_is_stored_and_the_next_one_added():
+    """Of the two micro-batches of a step; DDP's buffer holds what the step before left."""
+    weight = torch.ones(1, 2, 2, requires_grad=True)
+    of_ddp, flags = torch.full((1, 2, 2), 7.0), torch.tensor([1, 0], dtype=torch.int32)
+    sums = Sums(sums_LOI=of_ddp, spare_LOI=torch.empty(1, 2, 2), zeroed=flags)
+    for factor, wanted in ((2.0, 2.0), (3.0, 5.0)):
+        (plain._Weight.apply(weight, sums) * factor).sum().backward()
+        assert of_ddp.unique().tolist() == [wanted] and flags[0] == 0
 
 
 def test_bf16_rounds_once():

@@ -1,6 +1,7 @@
 """The configs of a layer follow its router's mode and captures."""
 
 import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron.core.transformer import cuda_graphs
 
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron.compat import iteration_graph
-from padded_dispatch.megatron.config import LayerConfigs
+from padded_dispatch.megatron.config import LayerConfigs, check_config
 from tests.support import tiny
 
 
@@ -49,6 +50,21 @@ def test_factors_follow_mode_capture_and_text_generation(monkeypatch, eval_facto
         with torch.inference_mode(generates):
             assert configs.current.capacity_factor == found[-1]
     assert tuple(found) == FACTORS[eval_factor]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "with_experts"),
+    [(1, {1, 2, 3, 4, 5}), (2, {1, 3}), (3, {1, 4, 5}), ([0, 1, 1, 0], {2, 3})],
+    ids=str,
+)
+def test_factors_of_layers_without_experts_are_refused(pattern, with_experts):
+    """Multi-token prediction, layer 5, is like the last of the 4 layers."""
+    for number in range(1, 7):
+        given = {"moe_layer_freq": pattern, "layer_factors": {number: 2.0}}
+        config = tiny.config("allgather", num_layers=4, mtp_num_layers=1, **given)
+        refused = pytest.raises(ValueError, match=rf"^layer_factors .*; leave out layer {number}$")
+        with nullcontext() if number in with_experts else refused:
+            check_config(config)
 
 
 def test_evaluation_that_a_graph_of_iterations_captures_is_as_training():

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_p
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from padded_dispatch.config import NO_DROP
 from padded_dispatch.counters import Counters
 from padded_dispatch.megatron import PaddedOptions, dispatcher
 from padded_dispatch.megatron.compat import found, iteration_graph
@@ -65,7 +66,8 @@ def test_the_first_training_pass_asks_whether_gradients_arrive(monkeypatch):
         "padded_dispatch.megatron.dispatcher.require_gradients_arrive",
         lambda *given: asked.append(given),
     )
-    made = tiny.padded_layer()
+    made = tiny.padded_layer(eval_factor=NO_DROP)  # As in training: both have one config.
+    assert made.token_dispatcher.configs.training == made.token_dispatcher.configs.evaluation
     for mode, times in ((False, 0), (True, 1), (True, 1)):
         made.train(mode)(torch.randn(3, 2, tiny.HIDDEN))
         assert asked == [(made.experts, made.config)] * times
@@ -115,6 +117,18 @@ def _with_peers_that_send_nothing() -> None:
 def test_a_fake_process_group_is_refused(pool2):
     with pytest.raises(WorkerError, match="ValueError: --fake-process-group must be left out: "):
         pool2.run(_with_peers_that_send_nothing)
+
+
+def _counts_kept(experts: str) -> bool:
+    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    with megatron("cpu", **sizes):
+        return tiny.padded_layer(experts=experts, **sizes).token_dispatcher.counts_kept
+
+
+def test_ranks_that_split_experts_count_the_rows_of_a_store_once(pool2):
+    """They receive the same rows. Of cells each counts those that it sends."""
+    assert pool2.run(_counts_kept, "packed") == [True, False]
+    assert pool2.run(_counts_kept, "module") == [True, True]
 
 
 def test_options_that_come_after_the_layer_are_refused():

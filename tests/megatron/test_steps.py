@@ -387,7 +387,7 @@ def _over_tensor_parallel_ranks() -> Any:
         return hooks.read().evaluation
 
 
-def _again_on_ranks_that_split_experts() -> float:
+def _again_on_ranks_that_split_experts() -> tuple[float, int, int]:
     sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
     settings = sizes | {"sequence_parallel": True, "experts": "packed"}
     with parity.megatron("cpu", **sizes):
@@ -397,12 +397,19 @@ def _again_on_ranks_that_split_experts() -> float:
         for layer in chunk:
             hidden, _ = layer(hidden)
         hidden.sum().backward()
-        return hooks.read().training.figures()["again"]
+        counters = [layer.token_dispatcher.counters for layer in chunk]
+        again, asked = (
+            sum(int(getattr(one, name).sum()) for one in counters)
+            for name in ("num_again", "demand_E")
+        )
+        return hooks.read().training.figures()["again"], again, asked
 
 
 def test_rows_that_are_computed_again_count_once_where_ranks_split_experts(pool2):
-    for share in pool2.run(_again_on_ranks_that_split_experts):
-        assert 0 < share <= 1
+    """Both get the same rows, of tokens of both."""
+    (share, again, asked), same = pool2.run(_again_on_ranks_that_split_experts)
+    assert same == (share, again, asked)
+    assert again > 0 and share == again / (2 * asked)
 
 
 def test_tokens_that_tensor_parallel_ranks_share_count_once(pool2):
