@@ -159,6 +159,18 @@ class LayerMemory:
         sizes = {"direct": self.direct, "num_hosts": self.num_hosts}
         return self.config.kept_tokens(self.num_tokens, **sizes) * self.token_bytes
 
+    @property
+    def plans_on_the_wire(self) -> int:
+        """Plans and counts that other ranks send to this one: 12 bytes for each of their choices.
+
+        Direct stores and cells send counts for the experts of a rank, gathers those of all ranks.
+        """
+        sources, slots, counts = self.num_sources, self.num_slots, self.config.num_local_experts
+        gathers = not self.direct and slots >= self.num_tokens
+        inside = 12 * slots * self.config.top_k + 4 * counts * (sources if gathers else 1)
+        rail = 12 * self.num_tokens * self.config.top_k + 4 * self.config.num_experts
+        return (sources - 1) * inside + (self.num_hosts - 1) * rail
+
     def kept_numbers(self, *, overwritten: bool) -> int:
         """Return what a pass keeps of plans: the list, rows of choices, and where sums come home.
 

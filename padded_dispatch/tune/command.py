@@ -6,7 +6,7 @@ from pathlib import Path
 
 from padded_dispatch.config import require
 from padded_dispatch.trace import load_traces
-from padded_dispatch.tune import plots, report
+from padded_dispatch.tune import plan, plots, report
 from padded_dispatch.tune.demand import demand_of
 from padded_dispatch.tune.recommend import DROP, Study, study
 from padded_dispatch.tune.replay import POOLS
@@ -17,10 +17,14 @@ from padded_dispatch.utils.results import require_folder
 
 def read(argv: list[str]) -> argparse.Namespace:
     """Return the flags of `padded-dispatch tune`; no torch is imported for it."""
+    if any(word.partition("=")[0] == "--plan" for word in argv):
+        return plan.read(argv)
     parser = Parser(
         prog="padded-dispatch tune",
         usage="padded-dispatch tune TRACE ... [FLAGS]",
         description="Choose a capacity factor from traces of a router.",
+        epilog="padded-dispatch tune --plan MODEL --ep N counts the memory of a rank, without a "
+        "trace; --plan MODEL --help lists its flags.",
     )
     add = parser.add_argument
     about = "files or folders of `train --trace` or `--padded-trace`"
@@ -46,6 +50,8 @@ def main(given: argparse.Namespace) -> int:
     Raises:
         ValueError: a wrong flag or a broken trace; names it and what to change.
     """
+    if "plan" in given:
+        return plan.main(given)
     with errors_name_flags(vars(given)):
         found = _study(given)
     text = report.summary(found, given.report)

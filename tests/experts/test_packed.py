@@ -302,6 +302,28 @@ def _on_machines(machines: str, exchange: str) -> Case:
     return dataclasses.replace(case, **SMALL)
 
 
+def _plans(case: Case) -> int:
+    """Return the bytes of whole numbers that a forward pass gathers from other ranks."""
+    with torch.no_grad():
+        Model(case).forward(partial(scratch, case.config, case.tokens))
+    return _came.total
+
+
+@pytest.mark.parametrize("machines", ["aaaa", "aabb", "aabbcc"])
+def test_plans_that_are_gathered_are_those_that_a_plan_counts(machines: str):
+    case = dataclasses.replace(_on_machines(machines, "alltoall"), routings=("full",))
+    gathered = collectives._gathered
+
+    def note(blocks: Tensor, group: Any) -> Tensor:
+        found = gathered(blocks, group)
+        if blocks.dtype == torch.int32 and group is not None:
+            _came.total = getattr(_came, "total", 0) + found.nbytes - blocks.nbytes
+        return found
+
+    with patch.object(collectives, "_gathered", note):
+        assert set(on_ranks(case, _plans)) == {_memory(case).plans_on_the_wire}
+
+
 @pytest.mark.parametrize(("machines", "exchange"), WAYS)
 def test_a_pass_keeps_the_bytes_that_a_plan_counts(machines: str, exchange: str):
     case = _on_machines(machines, exchange)
@@ -348,7 +370,7 @@ class _Live(TorchDispatchMode):
             self.live -= size
 
 
-_seen = threading.local()
+_seen, _came = threading.local(), threading.local()
 
 
 def _peak(case: Case) -> int:

@@ -1,0 +1,184 @@
+"""A plan's parts beside formulas, and its command."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from padded_dispatch import cli
+from padded_dispatch.exchange import mirror
+from padded_dispatch.tune import command
+from padded_dispatch.tune.plan import MemoryPlan, requests_at_start
+from padded_dispatch.utils.shapes import MOE_LAYERS, SHAPES
+
+
+def plan_of(model: str, **given: Any) -> MemoryPlan:
+    given = {"store_layers": MOE_LAYERS[model]} | given
+    return MemoryPlan(shape=SHAPES[model], **given)
+
+
+def test_parts_by_hand():
+    """Of Qwen3 on one host, on four, and over collectives."""
+    tokens, token, choices = 4096, 2048 * 2, 4096 * 8
+    store = 48 * 40960 * (1536 * 2 + 12)
+    one = plan_of("qwen3-30b-a3b", ep=8, microbatches=2)
+    assert {part.name: part.num_bytes for part in one.parts} == {
+        "landing buffer": 7 * tokens * token,
+        "second landing buffer": 0,
+        "plans that arrive": 12 * 8 * choices + 4 * 8 * 16,
+        "rows that come home": choices * (token + 4),
+        "store": 2 * store,
+        "tokens kept": 2 * 48 * 7 * tokens * token,
+        # Rows of six layers end before the store's, and none comes behind the last.
+        "plans kept": 2 * (48 * (8 * tokens * (8 + 1) * 4 + choices * 4) + 41 * 8 * choices * 4),
+        "temporaries of a layer": 8 * choices * ((2048 + 2 * 768) * 2 + 4),
+    }
+    assert one.num_bytes == sum(part.num_bytes for part in one.parts)
+    hosts = {part.name: part.num_bytes for part in plan_of("qwen3-30b-a3b", ep=32, hosts=4).parts}
+    assert hosts["landing buffer"] == hosts["second landing buffer"] == 7 * 4 * tokens * token
+    assert hosts["rows that come home"] == 4 * choices * (token + 4)
+    assert hosts["tokens kept"] == 48 * 4 * tokens * token
+    far = plan_of("qwen3-30b-a3b", ep=32, exchange="alltoall")
+    assert [part.name for part in far.parts][:2] == ["store", "tokens kept"]
+    assert far.parts[1].num_bytes == 0 and not far.layer.direct
+
+
+def test_the_way_that_a_plan_assumes():
+    """Cells, and one rank on each host, cross without a rail; then nothing is direct."""
+
+    def way(**given: Any) -> tuple[bool, int]:
+        layer = plan_of("qwen3-30b-a3b", ep=16, **given).layer
+        return layer.direct, layer.num_hosts
+
+    assert way() == (True, 1) == way(exchange="direct")
+    assert way(exchange="alltoall") == (False, 1)
+    assert way(hosts=2) == (True, 2)
+    assert way(hosts=2, exchange="alltoall") == (False, 2)
+    assert way(hosts=16) == (False, 1)
+    assert way(hosts=2, pool="expert") == (False, 1)
+    assert way(pool="expert") == (True, 1)
+
+
+def test_the_command(capsys):
+    assert cli.main(["tune", "--plan", "deepseek-v3", "--ep", "64", "--store-layers", "15"]) == 0
+    printed = capsys.readouterr().out
+    plan = plan_of("deepseek-v3", ep=64, store_layers=15)
+    assert printed == f"{plan}\n" and max(map(len, printed.splitlines())) <= 80
+    words = " ".join(printed.split())
+    assert "bf16. D 7,168, E 256, K 8, F 2,048; EP 64, direct stores; T 4,096, factor" in words
+    assert "Y 15, I 1; S 64, P 4,096, N 614,400, M 614,400." in words
+    assert "Soft: rows past M, which backward computes again, and tokens of other ranks," in words
+    assert "Dropped: rows of one layer past 614,400." in words
+    assert "store 132 times. Before an eager call 3,072 bytes come to each, to compare." in words
+    assert (
+        cli.main(
+            [
+                "tune",
+                "--plan=2048,128,8,768,768",
+                "--ep",
+                "16",
+                "--hosts",
+                "2",
+                "--microbatches",
+                "3",
+            ]
+        )
+        == 0
+    )
+    words = " ".join(capsys.readouterr().out.split())
+    assert "rails between 2 hosts, direct stores inside" in words
+    assert "Y 1, I 3; S 8, P 8,192, N 163,840, M 163,840." in words
+    row = 163_840 * (768 * 2 + 12) * 3 / 2**30
+    assert f"{row:.2f} store: I M (G + 6)" in words
+    cells = [
+        "tune",
+        "--plan",
+        "gpt-oss-120b",
+        "--ep",
+        "32",
+        "--hosts",
+        "4",
+        "--pool",
+        "expert",
+        "--capacity-factor",
+        "1",
+    ]
+    assert cli.main(cells) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "collectives across 4 hosts" in words
+    assert "Dropped: rows of a rank for an expert past 128." in words
+    assert cli.main(["tune", "--plan", "qwen3-30b-a3b", "--ep", "1"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "EP 1, no exchange" in words and words.endswith("Dropped: nothing.")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--ep 8 --plan qwen4", "--plan must be one of qwen3-30b-a3b, .* D,E,K,F, got 'qwen4'"),
+        ("--ep 8 --plan 2048,128,8", "--plan must be one of "),
+        ("--ep 8 --plan 2048,128,8,0", "--plan must be one of "),
+        ("--ep 12 --plan gpt-oss-120b --hosts 5", "--hosts must divide ep=12"),
+        ("--ep 8 --plan gpt-oss-120b --hosts 0", "--hosts must be at least 1, got 0"),
+        ("--ep 8 --plan gpt-oss-120b --tokens 0", "--tokens must be at least 1, got 0"),
+        ("--ep 8 --plan gpt-oss-120b --store-layers 0", "--store-layers must be at least 1"),
+        ("--ep 8 --plan gpt-oss-120b --microbatches -1", "--microbatches must be at least 1"),
+        ("--ep 8 --hosts 8 --plan gpt-oss-120b --exchange direct", "--exchange must be alltoall"),
+        ("--ep 8 --plan gpt-oss-120b --capacity-factor 0", "--capacity-factor must be a number"),
+    ],
+)
+def test_mistakes(flags: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        command.main(command.read(flags.split()))
+
+
+class _Store(dist.Store):
+    """The job's store as one rank uses it; `requests` counts."""
+
+    def __init__(self, job: dist.Store) -> None:
+        super().__init__()
+        self.job, self.requests = job, 0
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set_timeout(self, timeout: Any) -> None:
+        pass
+
+
+def _asking(name: str) -> Any:
+    def ask(self: _Store, *given: Any) -> Any:
+        self.requests += 1
+        return getattr(self.job, name)(*given)
+
+    return ask
+
+
+for _name in ("set", "get", "wait", "check", "multi_get", "multi_set", "add", "compare_set"):
+    setattr(_Store, _name, _asking(_name))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_requests_at_start(num_ranks: int):
+    """Of real connections, between threads."""
+    job, me, found = dist.HashStore(), threading.local(), []
+
+    def start(rank: int) -> None:
+        me.rank, me.store = rank, _Store(job)
+        group: Any = SimpleNamespace(group_name="ranks")
+        found.append((mirror.Mirror([group], 60), me.store.requests))
+
+    with (
+        patch.object(mirror.dist, "get_rank", lambda: me.rank),
+        patch.object(mirror.dist, "get_process_group_ranks", lambda group: [*range(num_ranks)]),
+        patch.object(mirror, "job_store", lambda: me.store),
+    ):
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(num_ranks)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+    assert [requests for _, requests in found] == [requests_at_start(num_ranks)] * num_ranks
