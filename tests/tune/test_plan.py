@@ -1,6 +1,12 @@
-"""A plan's parts beside formulas, and its command."""
+"""A plan's parts beside formulas, its command, and the table of the architecture page.
+
+    python -m tests.tune.test_plan
+
+writes that table.
+"""
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,14 +20,53 @@ from padded_dispatch.tune import command
 from padded_dispatch.tune.plan import MemoryPlan, requests_at_start
 from padded_dispatch.utils.shapes import MOE_LAYERS, SHAPES
 
+PAGE = Path(__file__).parents[2] / "padded_dispatch" / "README.md"
+BEGIN, END = "<!-- plans: written by `python -m tests.tune.test_plan` -->", "<!-- plans: end -->"
+MODELS = {
+    "qwen3-30b-a3b": "Qwen3-30B",
+    "gpt-oss-120b": "GPT-OSS-120B",
+    "deepseek-v3": "DeepSeek-V3",
+}
+PLACES = [(8, 1), (32, 1), (64, 1), (16, 2), (32, 4), (64, 8)]  # EP, hosts
+
 
 def plan_of(model: str, **given: Any) -> MemoryPlan:
     given = {"store_layers": MOE_LAYERS[model]} | given
     return MemoryPlan(shape=SHAPES[model], **given)
 
 
-def test_parts_by_hand():
-    """Of Qwen3 on one host, on four, and over collectives."""
+def gib_of(plan: MemoryPlan) -> dict[str, float]:
+    return {part.name: part.num_bytes / 2**30 for part in plan.parts}
+
+
+def table() -> str:
+    names = "landing", "home", "store", "tokens kept", "plans kept", "temporaries", "all"
+    lines = [f"| | {' | '.join(names)} | MiB of plans |", f"|---|{'---|' * (len(names) + 1)}"]
+    for model, name in MODELS.items():
+        for ep, hosts in PLACES:
+            plan = plan_of(model, ep=ep, hosts=hosts)
+            gib, layer = gib_of(plan), plan.layer
+            landing = sum(gib.pop(part) for part in list(gib)[:3])
+            numbers = [f"{number:.2f}" for number in (landing, *gib.values())]
+            numbers += [f"{plan.num_bytes / 2**30:.1f}", f"{layer.plans_on_the_wire / 2**20:.1f}"]
+            where = f"{name}, EP {ep}" + (f", {hosts} hosts" if hosts > 1 else "")
+            lines.append(f"| {where} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
+def with_table(text: str) -> str:
+    """Return the page with the table as it is now."""
+    begin, rest = text.split(BEGIN)
+    return f"{begin}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}"
+
+
+def test_the_table_of_the_page_is_that_of_the_functions():
+    text = PAGE.read_text()
+    assert with_table(text) == text, "run python -m tests.tune.test_plan"
+
+
+def test_parts_are_the_formulas_of_the_page():
+    """By hand, for Qwen3 on one host, on four, and over collectives."""
     tokens, token, choices = 4096, 2048 * 2, 4096 * 8
     store = 48 * 40960 * (1536 * 2 + 12)
     one = plan_of("qwen3-30b-a3b", ep=8, microbatches=2)
@@ -182,3 +227,7 @@ def test_requests_at_start(num_ranks: int):
         for one in threads:
             one.join()
     assert [requests for _, requests in found] == [requests_at_start(num_ranks)] * num_ranks
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))
