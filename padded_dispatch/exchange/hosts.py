@@ -13,7 +13,7 @@ wherever a launcher has put them. A rail is the H ranks that have one number on 
 
 The groups of a host and of a rail are made by the ranks of the expert-parallel group alone: not by
 `new_group`, for the reason in `exchange.mirror`. All layers share them, and they live as long as
-the expert-parallel group.
+the expert-parallel group. `destroy_process_group()` closes them before any other group.
 """
 
 import math
@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from padded_dispatch.exchange import nvlink
@@ -167,9 +168,31 @@ def join(group: dist.ProcessGroup, ranks: list[int], device: torch.device) -> di
     made._set_default_backend(kind)
     made._register_backend(device, kind, backend)
     made._set_group_name(name)
+    _list_in_torch(made, kinds[device.type], store, members, group)
     if device.type == "cuda":
         _make_known(name, made, store)
     return made
+
+
+def _list_in_torch(
+    made: dist.ProcessGroup, kind: str, store: Any, members: list[int], group: dist.ProcessGroup
+) -> None:
+    """List a group of ranks of `group` among torch's own, until `group` ends.
+
+    Then torch can describe an error of its collectives, and `destroy_process_group()` closes it: of
+    all listed groups the last name first, since closing may be a collective call. Torch's own names
+    are numbers, which follow.
+    """
+    world, number_of = distributed_c10d._world, {rank: i for i, rank in enumerate(members)}
+    entries: Any = (
+        (world.pg_names, made.group_name),
+        (world.pg_map, (kind, store)),
+        (world.pg_group_ranks, number_of),
+        (world.pg_backend_config, kind),
+    )
+    for of_group, value in entries:
+        of_group[made] = value
+        finalize(group, of_group.pop, made, None).atexit = False
 
 
 def _make_known(name: str, made: dist.ProcessGroup, store: Any) -> None:

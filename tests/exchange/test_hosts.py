@@ -14,8 +14,10 @@ import torch.distributed as dist
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
 from padded_dispatch.exchange import hosts
 from padded_dispatch.exchange.hosts import arranged, groups_of, hosts_of, join
-from padded_dispatch.exchange.mirror import AbsentRanksError, time_limit
+from padded_dispatch.exchange.mirror import AbsentRanksError, absent_ranks_named, time_limit
+from tests.support import pool as workers
 from tests.support.machines import ranks_on
+from tests.support.pool import WorkerError, WorkerPool
 from tests.support.threads import poisoned_memory, run_on_threads
 from tests.support.whole_layers import assert_found, expected, make_case, one_pass
 
@@ -173,6 +175,29 @@ def test_a_host_that_does_not_come_is_named(pool4):
     assert "within 2 s, got no call from ranks 2, 3 on host host-b; the last call that all" in first
 
 
+def _one_host_ends() -> None:
+    """Host b ends while the others are in a collective, as a replay or a step has them."""
+    machines, rank = "aabb", dist.get_rank()
+    name = patch.object(socket, "gethostname", lambda: f"host-{machines[rank]}")
+    with ranks_on(machines), name, absent_ranks_named():
+        config = DispatchConfig(num_experts=4, top_k=1, num_ranks=4, capacity_pool="store")
+        PaddedDispatcher(config, group=dist.group.WORLD)
+        _, rail = groups_of(dist.group.WORLD, CPU)
+        if rank >= 2:
+            os._exit(3)
+        dist.all_to_all_single(torch.empty(2), torch.ones(2), group=rail)
+
+
+def test_a_host_that_ends_is_named_by_all_others(monkeypatch):
+    monkeypatch.setattr(workers, "_PEERS_S", 30.0)
+    with WorkerPool(4) as pool, pytest.raises(WorkerError) as caught:
+        pool.run(_one_host_ends, timeout_s=60)
+    first, second, *ended = (caught.value.errors[rank] for rank in range(4))
+    assert {type(error) for error in ended} == {ChildProcessError}
+    assert isinstance(first, AbsentRanksError) and str(first) == str(second)
+    assert "got no answer from the processes of ranks 2, 3 on host host-b; the last" in str(first)
+
+
 def _members_alone() -> bool:
     """Ranks 1 to 3 make groups that rank 0 has no part in; rank 3 is in one group more."""
     world: Any = dist.group.WORLD
@@ -208,6 +233,29 @@ def _threads_of_groups() -> list[int]:
     del group
     gc.collect()
     return [*found, len(os.listdir("/proc/self/task")) - before]
+
+
+def _closed() -> list[str]:
+    """Return names of groups in the order in which they are closed."""
+    closed, shutdown = [], dist.ProcessGroup.shutdown
+
+    def noted(group: Any) -> None:
+        closed.append(group.group_name)
+        shutdown(group)
+
+    with ranks_on("aabb"), patch.object(dist.ProcessGroup, "shutdown", noted):
+        groups_of(dist.group.WORLD, CPU)
+        dist.destroy_process_group()
+    return closed
+
+
+def test_the_groups_are_closed_before_all_others_in_one_order():
+    with WorkerPool(4) as pool:
+        found = pool.run(_closed, timeout_s=60)
+    for rank, (first, second, world) in enumerate(found):
+        names = "0-1" if rank < 2 else "2-3", "0-2" if rank % 2 == 0 else "1-3"
+        assert sorted([first, second], reverse=True) == [first, second]
+        assert {first, second} == {f"padded_dispatch/{world}/cpu/{name}" for name in names}
 
 
 def test_groups_end_with_that_of_the_layer(pool4):
