@@ -55,7 +55,7 @@ def config_of(ranks: int, num_experts: int, top_k: int, pool: Any) -> DispatchCo
 def received(way: str, ranks: int, gpus: int, experts: int, top_k: int, tokens: int, width: int):
     """Return the bytes that a rank gets from other hosts in a layer, forward and backward."""
     hosts, row = ranks // gpus, width * ELEMENT
-    cells = config_of(ranks, experts, top_k, "expert")
+    cells = config_of(ranks, experts, top_k, "cells")
     if way == "least":
         reached = 1 - math.comb(experts - experts // hosts, top_k) / math.comb(experts, top_k)
         return 4 * (hosts - 1) * reached * tokens * row
@@ -85,7 +85,7 @@ def count(way: str, ranks: int, gpus: int, experts: int, top_k: int, tokens: int
         meet(turns, group, name, data, copy)
 
     def layer() -> None:
-        pool = "store" if way == "rail" else "expert"
+        pool = "store" if way == "rail" else "cells"
         config = config_of(ranks, experts, top_k, pool)
         dispatcher = PaddedDispatcher(config, group=dist.group.WORLD)
         generator = torch.Generator().manual_seed(dist.get_rank())

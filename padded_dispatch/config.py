@@ -34,8 +34,9 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 # See `padded_dispatch.exchange`.
 ExchangeKind = Literal["auto", "alltoall", "direct"]
 
-CapacityPool = Literal["store", "expert"]
+CapacityPool = Literal["store", "cells"]
 CAPACITY_POOLS: tuple[str, ...] = get_args(CapacityPool)
+_FORMER_POOLS: dict[Any, Any] = {"expert": "cells"}
 
 # The capacity factor that drops nothing, whatever the routing.
 NO_DROP = math.inf
@@ -58,6 +59,11 @@ def require(ok: object, field: str, value: object, rule: str, fix: str = "") -> 
     """
     if not ok:
         raise ValueError(f"{field} must {rule}, got {value!r}" + (f"; {fix}" if fix else ""))
+
+
+def pool_named(name: Any) -> Any:
+    """Return the capacity pool of this name; `expert` is the former name of `cells`."""
+    return _FORMER_POOLS.get(name, name) if isinstance(name, str) else name
 
 
 def is_positive(value: Any) -> bool:
@@ -92,8 +98,8 @@ class DispatchConfig:
             drops nothing either: buffers are sized to the routing, in eager passes only.
         alignment: S * C, the rows of an expert's padded cells, is a multiple of this; fp8 recipes
             need it.
-        capacity_pool: which rows share room. "store": those of all layers. "expert": those of one
-            cell, C slots for each (source, expert).
+        capacity_pool: which rows share room. "store": those of all layers. "cells": those of
+            one (source, expert), which have C slots.
         policy: which rows keep a slot when more ask than fit: "probs" (the most probable) or
             "position" (the first tokens); see `padded_dispatch.routing`.
         num_ranks: ranks in the expert-parallel group (R).
@@ -108,7 +114,7 @@ class DispatchConfig:
     top_k: int
     capacity_factor: CapacityFactor = NO_DROP
     alignment: int = 1
-    capacity_pool: CapacityPool = "expert"
+    capacity_pool: CapacityPool = "cells"
     policy: Policy = "probs"
     num_ranks: int = 1
     etp_size: int = 1
@@ -127,6 +133,7 @@ class DispatchConfig:
         factor, rule = self.capacity_factor, "be a number above 0 or FIT"
         is_factor = factor == FIT or is_positive(factor)
         require(is_factor, "capacity_factor", factor, rule, "set NO_DROP to drop nothing")
+        object.__setattr__(self, "capacity_pool", pool_named(self.capacity_pool))
         for name, choices in (("capacity_pool", CAPACITY_POOLS), ("policy", POLICIES)):
             value = getattr(self, name)
             require(value in choices, name, value, f"be one of {', '.join(choices)}")
@@ -191,7 +198,7 @@ class DispatchConfig:
         require_tokens(num_tokens)
         factor = _STORE_FACTOR if self._factor == NO_DROP else self._factor
         most = self.max_rows(num_tokens)
-        if self.capacity_pool == "expert":
+        if self.capacity_pool == "cells":
             return most
         return math.ceil(min(self.share(num_tokens) * factor, most))
 

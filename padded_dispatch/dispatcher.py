@@ -5,7 +5,7 @@
     combine    return and sum
 
 `run` keeps its rows in a store that all layers share; `dispatch` returns cells. `select` drops rows
-beyond the C slots of a cell, if `capacity_pool` is "expert". The receiver drops rows that have no
+beyond the C slots of a cell, if `capacity_pool` is "cells". The receiver drops rows that have no
 room in a store.
 
 `combine` does not apply routing weights; the experts must scale their output by `probs_N`. So
@@ -176,8 +176,8 @@ class PaddedDispatcher:
         for name, kind in kinds.items():
             require(name in tensors, name, kind, "be a tensor, or ExpertWeights of tensors")
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        in_cells = config.capacity_pool == "expert" and not config.fits
-        pool, rule = config.capacity_pool, "be 'expert' with experts that read padded cells"
+        in_cells = config.capacity_pool == "cells" and not config.fits
+        pool, rule = config.capacity_pool, "be 'cells' with experts that read padded cells"
         has_room = packed or in_cells or config.fits
         require(has_room, "capacity_pool", pool, rule, "use run for a store")
         (num_tokens, width), device = tokens_TD.shape, tokens_TD.device

@@ -36,7 +36,7 @@ MAX_EXPERTS = 2**15 - 1  # ids are int16
 HEADER_BYTES = 512  # of a step in a file, at most
 _ARRAYS = "steps", "layers", "ranks", "ids_NTK", "probs_NTK"
 _CODED_FIELDS = {  # Settings that a file stores as the index of their value here.
-    "capacity_pool": (None, "expert", "store"),
+    "capacity_pool": (None, "cells", "store"),
 }
 
 

@@ -77,7 +77,7 @@ def test_capacity_by_hand(num_tokens, changes, capacity):
             "alignment must be a whole number of at least 1, below 2..31, got -16$",
         ),
         ({"policy": "rand"}, "policy must be one of probs, position, got 'rand'$"),
-        ({"capacity_pool": "node"}, "capacity_pool must be one of store, expert, got 'node'$"),
+        ({"capacity_pool": "node"}, "capacity_pool must be one of store, cells, got 'node'$"),
         ({"num_ranks": 0}, "num_ranks must be a whole number of at least 1, below 2..31, got 0$"),
         ({"etp_size": "2"}, "etp_size must be a whole number of at least 1, below 2..31, got '2'$"),
     ],
@@ -103,19 +103,19 @@ POOLS = pytest.mark.parametrize("capacity_pool", CAPACITY_POOLS)
     ("changes", "rows", "slots"),
     [
         # share = 100 * 2; most = 4 * 100 * 2; C = 32, and 2 local experts.
-        ({}, {"store": 250, "expert": 256}, 64),
-        ({"capacity_factor": 3.9}, {"store": 780, "expert": 784}, 100),
+        ({}, {"store": 250, "cells": 256}, 64),
+        ({"capacity_factor": 3.9}, {"store": 780, "cells": 784}, 100),
         # C = T from here on.
-        ({"capacity_factor": 4.0}, {"store": 800, "expert": 800}, 100),
-        ({"capacity_factor": NO_DROP}, {"store": 250, "expert": 800}, 100),
-        ({"capacity_factor": 1e308}, {"store": 800, "expert": 800}, 100),
-        ({"etp_size": 3}, {"store": 750, "expert": 768}, 64),
-        ({"num_experts": 4}, {"store": 250, "expert": 252}, 63),  # One expert a rank.
-        ({"num_experts": 4, "capacity_factor": 2.0}, {"store": 400, "expert": 400}, 100),
-        ({"etp_size": 3, "capacity_factor": NO_DROP}, {"store": 750, "expert": 2400}, 100),
+        ({"capacity_factor": 4.0}, {"store": 800, "cells": 800}, 100),
+        ({"capacity_factor": NO_DROP}, {"store": 250, "cells": 800}, 100),
+        ({"capacity_factor": 1e308}, {"store": 800, "cells": 800}, 100),
+        ({"etp_size": 3}, {"store": 750, "cells": 768}, 64),
+        ({"num_experts": 4}, {"store": 250, "cells": 252}, 63),  # One expert a rank.
+        ({"num_experts": 4, "capacity_factor": 2.0}, {"store": 400, "cells": 400}, 100),
+        ({"etp_size": 3, "capacity_factor": NO_DROP}, {"store": 750, "cells": 2400}, 100),
         # C = 150, past T.
-        ({"alignment": 300, "capacity_factor": NO_DROP}, {"store": 250, "expert": 800}, 100),
-        ({"capacity_factor": 1e-9}, {"store": 1, "expert": 8}, 2),
+        ({"alignment": 300, "capacity_factor": NO_DROP}, {"store": 250, "cells": 800}, 100),
+        ({"capacity_factor": 1e-9}, {"store": 1, "cells": 8}, 2),
     ],
 )
 def test_rows_by_hand(capacity_pool, changes, rows, slots):

@@ -30,14 +30,14 @@ from tests.support.whole_layers import (
     stacks_are_empty,
 )
 
-POOLS = pytest.mark.parametrize("pool", ["store", "expert", "padded"])
+POOLS = pytest.mark.parametrize("pool", ["store", "cells", "padded"])
 
 
 def config_of(pool: str, num_ranks: int = 1, etp_size: int = 1, **changes: Any) -> DispatchConfig:
     """Return a config for a store, for cells that our experts read, or for padded ones."""
     experts = 2 * num_ranks
     sizes: Any = dict(num_experts=experts, top_k=min(3, experts), capacity_factor=0.75)
-    sizes |= dict(capacity_pool="store" if pool == "store" else "expert", **changes)
+    sizes |= dict(capacity_pool="store" if pool == "store" else "cells", **changes)
     return DispatchConfig(**sizes, num_ranks=num_ranks, etp_size=etp_size)
 
 
@@ -161,7 +161,7 @@ def test_a_layer_without_gradients_takes_no_stack():
 
 def _after_another_policy(case: Case) -> Found:
     config = dataclasses.replace(case.config, policy="probs")
-    model, rank = Model(dataclasses.replace(case, config=config), "expert"), OneRank(case)
+    model, rank = Model(dataclasses.replace(case, config=config), "cells"), OneRank(case)
     with torch.no_grad():
         model.forward(rank)
     for dispatcher in model.dispatchers:
@@ -170,7 +170,7 @@ def _after_another_policy(case: Case) -> Found:
 
 
 def test_a_replaced_policy_decides_which_rows_keep_a_slot():
-    case = make_case(config_of("expert", 8, policy="position"), ["hot"], num_tokens=9)
+    case = make_case(config_of("cells", 8, policy="position"), ["hot"], num_tokens=9)
     assert_found(on_all_ranks(case.config, _after_another_policy, case), expected(case))
 
 
@@ -179,7 +179,7 @@ def test_sixty_four_ranks_are_the_oracle():
 
 
 def test_padded_rows_need_slots_of_their_own():
-    expected = r"^capacity_pool must be 'expert' with experts that read padded cells, got 'store'"
+    expected = r"^capacity_pool must be 'cells' with experts that read padded cells, got 'store'"
     dispatcher = PaddedDispatcher(config_of("store"))
     with pytest.raises(ValueError, match=expected):
         dispatcher.dispatch(torch.zeros(1, 3), torch.zeros(1, 2), torch.zeros(1, 2) > 0)
@@ -200,7 +200,7 @@ def test_an_unknown_exchange_is_refused():
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_direct_stores_need_gpus_and_packed_experts(packed):
-    dispatcher = PaddedDispatcher(config_of("expert"), exchange="direct")
+    dispatcher = PaddedDispatcher(config_of("cells"), exchange="direct")
     given = torch.zeros(1, 3), torch.zeros(1, 2), torch.zeros(1, 2) > 0
     weights = ExpertWeights(fc1_LGD=torch.zeros(2, 2, 3), fc2_LDF=torch.zeros(2, 3, 1))
     words = "tokens on GPUs" if packed else "experts='packed'"
@@ -213,7 +213,7 @@ def test_direct_stores_need_gpus_and_packed_experts(packed):
 
 def _differing(what: str) -> str:
     other = dist.get_rank() == 1
-    pool: Any = "store" if what == "pool" and other else "expert"
+    pool: Any = "store" if what == "pool" and other else "cells"
     sizes = {"num_experts": 4, "top_k": 2, "num_ranks": 1 if what == "size" and other else 2}
     config = DispatchConfig(**sizes, capacity_pool=pool, capacity_factor=1.0)
     exchange: Any = "direct" if what == "exchange" and other else "auto"
@@ -260,7 +260,7 @@ CHANGES: dict[str, tuple[int, Any]] = {
     [
         ("exchange", "exchange is auto on rank 0, direct on rank 1"),
         ("method", "packed is True on rank 0, False on rank 1"),
-        ("pool", "capacity_pool is expert on rank 0, store on rank 1"),
+        ("pool", "capacity_pool is cells on rank 0, store on rank 1"),
         ("size", "num_ranks is 2 on rank 0, 1 on rank 1"),
         ("weights", "fc1_LGD is ((2, 2, 3), torch.float32, 'cpu') on rank 0, ((1, 2, 3), "),
         ("dtype", "fc1_LGD is ((2, 2, 3), torch.float32, 'cpu') on rank 0, ((2, 2, 3), torch.fl"),

@@ -36,13 +36,13 @@ def draw(number: int) -> tuple[Case, str, str]:
     rng = random.Random(number)
     num_ranks, etp_size = rng.choice(WORLDS)
     num_experts = num_ranks * rng.randint(1, 4)
-    pool = rng.choice(["store", "store", "expert", "padded"])
+    pool = rng.choice(["store", "store", "cells", "padded"])
     config = DispatchConfig(
         num_experts=num_experts,
         top_k=rng.randint(1, min(3, num_experts)),
         capacity_factor=rng.choice(FACTORS),  # pyright: ignore
         alignment=rng.choice([1, 1, 3, 4]),
-        capacity_pool="store" if pool == "store" else "expert",
+        capacity_pool="store" if pool == "store" else "cells",
         policy=rng.choice(["probs", "position"]),
         num_ranks=num_ranks,
         etp_size=etp_size,

@@ -20,7 +20,7 @@ GROUP: Any = Mock(**{"size.return_value": 2, "rank.return_value": 0})
 CONFIG = DispatchConfig(
     num_experts=4, top_k=2, num_ranks=2, capacity_factor=1.0, capacity_pool="store"
 )
-CELLS = dataclasses.replace(CONFIG, capacity_pool="expert")
+CELLS = dataclasses.replace(CONFIG, capacity_pool="cells")
 
 
 class Stores:

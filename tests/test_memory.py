@@ -55,7 +55,7 @@ def test_buffers_of_direct_stores():
         ({"num_ranks": 32}, 0),
         ({"num_ranks": 32, "direct": False}, 0),
         # Cells with less slots than tokens, of which fewer arrive: 4 experts of 320.
-        ({"num_ranks": 32, "direct": False, "capacity_pool": "expert"}, 32 * 4 * 320 / T),
+        ({"num_ranks": 32, "direct": False, "capacity_pool": "cells"}, 32 * 4 * 320 / T),
         # A rail keeps what it has gathered, its own tokens among it.
         ({"num_ranks": 16, "num_hosts": 2}, 16),
         ({"num_ranks": 16, "num_hosts": 2, "direct": False}, 16),
@@ -80,7 +80,7 @@ def test_kept_numbers():
     assert qwen3(num_ranks=1, direct=False).kept_numbers(overwritten=False) == 2 * own
     railed = qwen3(num_ranks=16, num_hosts=2).kept_numbers(overwritten=False)
     assert railed == 2 * listed + 2 * own + 4 * own
-    cells = qwen3(num_ranks=32, direct=False, capacity_pool="expert")
+    cells = qwen3(num_ranks=32, direct=False, capacity_pool="cells")
     slots = 32 * 4 * 320
     assert cells.kept_numbers(overwritten=False) == slots * (4 * K + 4) + 4 * own + 8 * slots
 
@@ -95,7 +95,7 @@ def test_what_layers_keep():
     # Without drops each token may have all of its experts on one rank.
     kept = 8 * T * K * ROW + 7 * T * TOKEN + numbers[0]
     assert qwen3(NO_DROP).kept(1) == kept
-    split = qwen3(capacity_pool="expert", etp_size=2, direct=False)
+    split = qwen3(capacity_pool="cells", etp_size=2, direct=False)
     rows = StoreSizes.of([split.config], T).num_rows
     tokens, numbers = split.kept_tokens, split.kept_numbers(overwritten=False)
     assert split.kept(1) == rows * (ROW - 2 * 768) + tokens + numbers

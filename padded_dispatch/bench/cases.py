@@ -33,7 +33,7 @@ MODELS = {
 # store. The other two fix the experts, and exchange rows over collectives.
 OPTIONS = {
     "auto": PaddedOptions(),
-    "cells": PaddedOptions(capacity_pool="expert"),
+    "cells": PaddedOptions(capacity_pool="cells"),
     "module": PaddedOptions(experts="module", exchange="alltoall"),
     "packed": PaddedOptions(experts="packed", exchange="alltoall"),
 }

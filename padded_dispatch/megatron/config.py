@@ -376,7 +376,7 @@ def check_experts(experts: Any) -> None:
 
 
 def dispatch_config(
-    config: Any, *, num_ranks: int, etp_size: int, capacity_pool: CapacityPool = "expert"
+    config: Any, *, num_ranks: int, etp_size: int, capacity_pool: CapacityPool = "cells"
 ) -> DispatchConfig:
     """Return the settings that decide our shapes, read from Megatron's config.
 

@@ -148,7 +148,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         A capacity factor is relative to this number.
         """
         config = self.configs.training
-        if config.capacity_pool == "expert":
+        if config.capacity_pool == "cells":
             return 0
         return config.share(1) if self.store is None else self.store.num_shares(1)
 
@@ -159,7 +159,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         Rows of a store are counted by the ranks of their experts. Ranks that split experts receive
         the same rows, so only the first of them counts.
         """
-        return self.configs.training.capacity_pool == "expert" or self.tp_rank == 0
+        return self.configs.training.capacity_pool == "cells" or self.tp_rank == 0
 
     def set_layer(self, number: int) -> None:
         """Set the layer's number in the model, which its router passes on."""
@@ -352,7 +352,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             )
         policy = config.policy
         if self._logs and policy != "probs" and config.capacity_pool == "store":
-            words = "has no effect with a store; set PaddedOptions(capacity_pool='expert')"
+            words = "has no effect with a store; set PaddedOptions(capacity_pool='cells')"
             log_once(f"moe_token_drop_policy={policy!r} {words}", logging.WARNING)
         if self._logs and self.configs.in_training and not config.fits and self.store:
             num_tokens, width = tokens_TD.shape
@@ -368,7 +368,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             sizes = self.store.sizes(num_tokens)
             numbers = sum(layer.kept_numbers(overwritten=one) for one in sizes.overwritten)
             num_layers, rows = len(sizes.max_rows), sizes.num_rows
-            drops, in_cells = [], config.capacity_pool == "expert"
+            drops, in_cells = [], config.capacity_pool == "cells"
             if in_cells and (capacity := config.capacity(num_tokens)) < num_tokens:
                 drops.append(f"rows of a rank for an expert past {capacity}")
             if rows < config.max_rows(num_tokens):

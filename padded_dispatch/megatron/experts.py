@@ -90,7 +90,7 @@ def chosen_experts(config: Any) -> ChosenExperts:
     if packed and config.fp8:
         reason += "; in e4m3 with a scale per row"
     if pool == "auto":
-        pool = "store" if packed else "expert"
+        pool = "store" if packed else "cells"
     return ChosenExperts(packed=packed, pool=pool, reason=reason)
 
 

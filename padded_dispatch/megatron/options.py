@@ -22,11 +22,12 @@ from padded_dispatch.config import (
     CapacityFactor,
     ExchangeKind,
     is_positive,
+    pool_named,
     require,
 )
 from padded_dispatch.utils.flags import errors_name_flags, flag
 
-CapacityPool = Literal["auto", "store", "expert"]
+CapacityPool = Literal["auto", "store", "cells"]
 Experts = Literal["auto", "module", "packed"]
 OnOverflow = Literal["warn", "error", "retry"]
 
@@ -95,10 +96,11 @@ class PaddedOptions:
 
     capacity_pool: CapacityPool = _option(
         "auto",
-        "rows that share room: store: those of all layers, for packed experts; expert: those of "
-        "one (source rank, expert), a fixed number of slots; auto: store for packed experts, else "
-        "expert",
+        "which rows share room: store: the rows of all layers, for packed experts; cells: the rows "
+        "of one (source rank, expert), which have a fixed number of slots; auto: store for packed "
+        "experts, else cells",
         choices=get_args(CapacityPool),
+        read=pool_named,
     )
     experts: Experts = _option(
         "auto",
@@ -117,12 +119,14 @@ class PaddedOptions:
         "factors of single layers, such as 3:1.5,7:no-drop; Megatron numbers layers from 1, those "
         "of multi-token prediction come last",
         read=read_factor_table,
+        metavar="LAYER:FACTOR,...",
     )
     eval_factor: CapacityFactor | None = _option(
         None,
         "factor in evaluation; none: eager evaluation and text generation drop nothing, evaluation "
         "in a CUDA graph is as training",
         read=_or_none(read_factor),
+        metavar="FACTOR",
     )
     on_overflow: OnOverflow = _option(
         "warn",
@@ -131,15 +135,19 @@ class PaddedOptions:
         "before the optimizer",
         choices=get_args(OnOverflow),
     )
-    overflow_threshold: float = _option(0.0, "share of a layer's rows that may be dropped")
+    overflow_threshold: float = _option(
+        0.0, "share of a layer's rows that may be dropped", metavar="SHARE"
+    )
     trace: str | None = _option(
         None,
         "folder for routing traces, for padded-dispatch tune: one file per rank, about 1 GiB at "
         "most; a loop of your own writes none",
         read=_or_none(str),
+        metavar="FOLDER",
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "capacity_pool", pool_named(self.capacity_pool))
         for option in dataclasses.fields(self):
             choices, value = option.metadata.get("choices"), getattr(self, option.name)
             if choices:
@@ -148,7 +156,7 @@ class PaddedOptions:
         rule = f"be auto or alltoall with experts={self.experts!r}"
         fix = "set experts='packed' to use direct stores"
         require(packs or self.exchange != "direct", "exchange", self.exchange, rule, fix)
-        rule = f"be auto or expert with experts={self.experts!r}, which read padded rows"
+        rule = f"be auto or cells with experts={self.experts!r}, which read padded rows"
         fix = "set experts='packed', or leave it to 'auto'"
         require(
             packs or self.capacity_pool != "store", "capacity_pool", self.capacity_pool, rule, fix
@@ -202,7 +210,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, bare: tuple[str, ...] = ()
             type=option.metadata.get("read", type(default)),
             default=default,
             choices=option.metadata.get("choices"),
-            metavar=None if "choices" in option.metadata else option.name.upper(),
+            metavar=option.metadata.get("metavar"),
             help=f"{option.metadata['help']} (default: {show(default)})",
         )
 

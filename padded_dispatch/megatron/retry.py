@@ -132,7 +132,7 @@ class Retry:
         if not self._counters:
             return torch.zeros((), dtype=torch.int64, device=device_of(self.chunks))
         counts = counts_in(torch.stack([counters.totals for counters in self._counters]).sum(0))
-        in_cells = self._layers[0].token_dispatcher.configs.training.capacity_pool == "expert"
+        in_cells = self._layers[0].token_dispatcher.configs.training.capacity_pool == "cells"
         return dropped_rows(counts, in_cells=in_cells)
 
     def _dropped_since(self, before: Tensor) -> int:

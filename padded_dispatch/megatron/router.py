@@ -168,7 +168,7 @@ class SelectAfterCounting(TopKRouter):
         rule = "be a number in a CUDA graph, because the host reads the sizes of a pass that fits"
         fix = "set a number or no-drop where graphs are captured"
         require(not (config.fits and capturing()), "capacity_factor", FIT, rule, fix)
-        selects = config.capacity_pool == "expert" and not config.fits
+        selects = config.capacity_pool == "cells" and not config.fits
         capacity = config.capacity(num_tokens) if selects else num_tokens
         selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
         # Each pass is counted once: recompute runs the router twice.

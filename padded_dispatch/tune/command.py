@@ -4,7 +4,7 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from padded_dispatch.config import require
+from padded_dispatch.config import pool_named, require
 from padded_dispatch.trace import load_traces
 from padded_dispatch.tune import plan, plots, report
 from padded_dispatch.tune.demand import demand_of
@@ -35,10 +35,10 @@ def read(argv: list[str]) -> argparse.Namespace:
     about = "leave out earlier steps, such as the warm-up of the router"
     add("--from-step", type=int, default=0, help=about)
     about = (
-        "which rows share room; expert: those for one expert from one rank; store: those of all "
-        "layers (default: as in the traced run, else the one with the smaller factor)"
+        "which rows share room; cells: the rows of one (source rank, expert); store: the rows of "
+        "all layers (default: as in the traced run, else the one with the smaller factor)"
     )
-    add("--pool", choices=POOLS, metavar="NAME", help=about)
+    add("--pool", type=pool_named, choices=POOLS, metavar="NAME", help=about)
     about = "MoE layers of a pipeline stage's chunk, which share a store (default: all)"
     add("--store-layers", type=int, metavar="N", help=about)
     return parser.parse_args(argv)

@@ -74,7 +74,7 @@ def dropped(study: Study) -> "Figure":
     for other in (answer.replay for answer in study.answers if answer is not study.chosen):
         label = f"all rows, pool {other.pool}"
         draw(other, other.dropped_share, color=GREY, lw=1.8, label=label)
-    if study.pool == "expert":
+    if study.pool == "cells":
         label = "perfectly balanced router"
         draw(replay, np.array(replay.balanced), color=GREEN, lw=1.8, ls="--", label=label)
     if drop:

@@ -186,7 +186,7 @@ def study(
         demand: the rows asked for in training.
         drop: the largest share of rows without room.
         name: the trace's name, for titles.
-        pools: kinds to compare, "expert" first.
+        pools: kinds to compare, "cells" first.
         store_layers: see `replay`.
 
     Raises:

@@ -2,7 +2,7 @@
 
 How many rows find room depends on counts alone, and on `DispatchConfig.capacity_pool`:
 
-- "expert": a source's rows for one expert have C slots, a cell. Rows beyond are dropped.
+- "cells": a source's rows for one expert have C slots, a cell. Rows beyond are dropped.
 - "store": all rows of a rank, of all layers of a model chunk, share M rows. The layers of a pass
   stack their rows in order. Rows beyond M overwrite as many others, which backward computes again.
   Rows of one layer alone beyond M are dropped. All of these count as rows without room.
@@ -31,7 +31,7 @@ from padded_dispatch.memory import LayerMemory
 from padded_dispatch.trace import TracedRun
 from padded_dispatch.tune.demand import Demand
 
-POOLS: tuple[CapacityPool, ...] = ("expert", "store")
+POOLS: tuple[CapacityPool, ...] = ("cells", "store")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,7 +115,7 @@ def replay(
     demand: Demand,
     factors: Sequence[float] | None = None,
     *,
-    pool: CapacityPool = "expert",
+    pool: CapacityPool = "cells",
     store_layers: int | None = None,
 ) -> Replay:
     """Replay a demand at every capacity factor of `factors`.
@@ -143,7 +143,7 @@ def replay(
     asked = demand.counts.sum((2, 3), dtype=np.int64)
     room, kept, lost = [], [], []
     for config in configs:
-        if pool == "expert":
+        if pool == "cells":
             slots = config.capacity(run.num_tokens)
             room.append(slots)
             kept.append(np.minimum(demand.counts, slots).sum((2, 3), dtype=np.int64))
@@ -225,7 +225,7 @@ def _needed(
 
     `config`: of a factor of 1.
     """
-    if config.capacity_pool == "expert":
+    if config.capacity_pool == "cells":
         most = demand.counts.max((2, 3)) / demand.mean_rows
         return most.max(1), most.max(0)
     share = config.share(demand.run.num_tokens)

@@ -63,14 +63,14 @@ def factor_table(study: Study, indices: Sequence[int], *, brief: bool) -> Table:
     replay = study.chosen.replay
     columns = {
         "factor": [f"{factor:g}" for factor in replay.factors],
-        "slots" if study.pool == "expert" else "rows": [f"{room:,}" for room in replay.room],
+        "slots" if study.pool == "cells" else "rows": [f"{room:,}" for room in replay.room],
         "no room": map(percent, replay.dropped_share),
         "worst step": map(percent, replay.worst_step),
     }
     if not brief:
         columns["steps with such"] = map(percent, replay.retried)
         columns["worst layer"] = map(percent, replay.layer_shares.max(1))
-        if study.pool == "expert":
+        if study.pool == "cells":
             columns["balanced"] = map(percent, replay.balanced)
     columns["GiB"] = [f"{kept / 2**30:.3g}" for kept in replay.kept_bytes]
     rows = list(zip(*columns.values(), strict=True))
@@ -86,7 +86,7 @@ def layer_table(study: Study) -> Table:
     replay = study.chosen.replay
     alone = dict(zip(replay.demand.layers.tolist(), replay.needed_alone.tolist(), strict=True))
     headers = "layer", "alone has room at", "no room", "worst step", "factor", "slots"
-    columns = 6 if study.pool == "expert" else 4  # Layers that share a store have no factors.
+    columns = 6 if study.pool == "cells" else 4  # Layers that share a store have no factors.
     rows = []
     for layer, advice in study.chosen.layers.items():
         shares = percent(advice.dropped), percent(advice.worst)
@@ -131,7 +131,7 @@ def blocks(study: Study, *, per_layer: bool = False) -> dict[str, str]:
 def options(study: Study, *, per_layer: bool) -> dict[str, Any]:
     """Return the fields of `PaddedOptions`; see `blocks`."""
     fields: dict[str, Any] = {"capacity_pool": study.pool}
-    if per_layer and study.pool == "expert":
+    if per_layer and study.pool == "cells":
         layers = study.chosen.layers.items()
         fields["layer_factors"] = {layer: advice.factor for layer, advice in layers}
     return fields
@@ -153,7 +153,7 @@ def summary(study: Study, report: Path) -> str:
 def whole(study: Study) -> str:
     """Return the text of the page."""
     replay, run = study.chosen.replay, study.chosen.replay.demand.run
-    in_cells = study.pool == "expert"
+    in_cells = study.pool == "cells"
     every_factor = range(len(replay.configs))
     if in_cells:
         fate = (
@@ -195,7 +195,7 @@ def _answer(study: Study) -> list[str]:
     """Return the recommendation and its warnings, and the table of pools if there are several."""
     prose = [study.chosen.sentence(), *study.chosen.warnings()]
     factors = [advice.factor for advice in study.chosen.layers.values()]
-    if len(factors) > 1 and study.pool == "expert":
+    if len(factors) > 1 and study.pool == "cells":
         prose.append(f"Each layer by itself: {min(factors):g} to {max(factors):g}.")
     tables = [str(pool_table(study))] if len(study.answers) > 1 else []
     return ["\n".join(_filled(text) for text in prose), *tables]

@@ -157,7 +157,7 @@ def test_command_on_cpus(pool2, tmp_path):
     for row, rows_kept in (stock, in_cells), (module, in_cells), (packed, asked):
         assert row["dropped"] == pytest.approx(1 - rows_kept / cells.sum(), abs=1e-15)
     given = {"exchange": "alltoall"}
-    assert module["chosen"] == {"experts": "module", "capacity_pool": "expert", **given}
+    assert module["chosen"] == {"experts": "module", "capacity_pool": "cells", **given}
     assert packed["chosen"] == {"experts": "packed", "capacity_pool": "store", **given}
     assert [row["floor_ms"] for row in rows] == [None] * 3
 

@@ -235,7 +235,7 @@ def test_all_that_decides_a_result_is_compared():
         "top_k": "2",
         "capacity_factor": "1.0",
         "alignment": "1",
-        "capacity_pool": "expert",
+        "capacity_pool": "cells",
         "policy": "probs",
         "num_ranks": "2",
         "etp_size": "1",

@@ -67,7 +67,7 @@ def test_bf16_adds_up_in_fp32():
             assert summed.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("pool", ["store", "expert"])
+@pytest.mark.parametrize("pool", ["store", "cells"])
 def test_all_ranks_start_the_same_collectives_whatever_the_routing(monkeypatch, pool):
     """Forward and backward, with slots for all tokens and for fewer, in groups of other ranks."""
     of_rank, meet = defaultdict(list), _Turns.meet

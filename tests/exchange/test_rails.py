@@ -69,9 +69,9 @@ def test_a_host_whose_sources_are_all_idle():
     check(case, "store")
 
 
-@pytest.mark.parametrize("pool", ["expert", "padded"])
+@pytest.mark.parametrize("pool", ["cells", "padded"])
 def test_cells_cross_without_a_rail(pool):
-    check(make_case(config_of(4, capacity_pool="expert"), ["hot"], machines="aabb"), pool)
+    check(make_case(config_of(4, capacity_pool="cells"), ["hot"], machines="aabb"), pool)
 
 
 def rails(config: DispatchConfig) -> Rails:

@@ -204,7 +204,7 @@ def _starved() -> Iterator[Row]:
 
 def _chosen(ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield options by name: cells and a store, with each exchange."""
-    for pool in ("expert", "store"):
+    for pool in ("cells", "store"):
         for exchange in ("alltoall", "direct") if ranks > 1 else ("alltoall",):
             name = f"EP{ranks}, pool {pool}, {exchange}"
             options = {"capacity_pool": pool, "exchange": exchange, "experts": "packed"}
@@ -286,7 +286,7 @@ def _retry(name: str, graph: str = "none", **changes: Any) -> Row:
         "repeated": {"options": {"on_overflow": "retry"}, "graph": graph},
     }
     wide = torch.bfloat16 if changes.get("dtype") != torch.float16 else torch.float16
-    cells = {"experts": "packed", "capacity_pool": "expert"}  # A store drops nothing.
+    cells = {"experts": "packed", "capacity_pool": "cells"}  # A store drops nothing.
     gpu = {"steps": 6, "dtype": wide, "options": cells, **changes.pop("gpu", {})}
     return _trained(RETRY, name, ways, RETRIED, gpu=gpu, **changes)
 
@@ -365,7 +365,7 @@ def _overlapped() -> Iterator[Row]:
         yield _overlap(f"{name}, PP2/VPP2", options=options, fields=sends, cpu=False, **deep)
     half = {"factor": 0.5, "options": packed}
     yield _overlap("store", **half, microbatches=4)
-    cells = packed | {"capacity_pool": "expert"}
+    cells = packed | {"capacity_pool": "cells"}
     yield _overlap("cells", **{**half, "options": cells})
     yield _overlap("retry", **{**half, "options": cells | {"on_overflow": "retry"}}, counts=False)
     for name, more in (

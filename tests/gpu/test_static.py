@@ -72,8 +72,8 @@ def packed(config: DispatchConfig, device: torch.device) -> Step:
 
 
 KINDS = {
-    "padded cells": (padded_cells, "expert"),
-    "packed cells": (packed, "expert"),
+    "padded cells": (padded_cells, "cells"),
+    "packed cells": (packed, "cells"),
     "store": (packed, "store"),
 }
 EACH = pytest.mark.parametrize("kind", KINDS)

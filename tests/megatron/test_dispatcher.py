@@ -175,7 +175,7 @@ def test_what_decides_a_pass_stays_until_it_is_recomputed(changed, reentrant):
 
 @pytest.mark.parametrize(
     ("options", "warns"),
-    [({}, True), ({"capacity_pool": "expert"}, False), ({"experts": "module"}, False)],
+    [({}, True), ({"capacity_pool": "cells"}, False), ({"experts": "module"}, False)],
     ids=str,
 )
 @pytest.mark.parametrize("factor", [0.5, 2.0, None])  # At 2 a cell has room for all 4 tokens.

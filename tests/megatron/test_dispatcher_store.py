@@ -95,7 +95,7 @@ def test_rows_of_a_full_store_are_kept_and_counted(caplog):
     config = dataclasses.replace(dispatcher.configs.current, **wide)
     dispatcher._announce(dataclasses.replace(config, capacity_factor=0.25), many)
     assert caplog.messages[-1].endswith(f"dropped: rows of a layer past {3 * 2**20}")
-    cells = dataclasses.replace(config, capacity_factor=0.25, capacity_pool="expert")
+    cells = dataclasses.replace(config, capacity_factor=0.25, capacity_pool="cells")
     dispatcher._announce(cells, many)
     assert caplog.messages[-1].endswith("dropped: rows of a rank for an expert past 16384")
     counters = [made.token_dispatcher.counters for made in layers]
@@ -113,7 +113,7 @@ def test_a_layer_may_run_several_times_in_a_pass():
     """As repeated layers of multi-token prediction do: each of its calls keeps rows."""
     settings = {"num_layers": 1, "mtp_num_layers": 3, "mtp_use_repeated_layer": True}
     found = {}
-    for pool in ("store", "expert"):
+    for pool in ("store", "cells"):
         decoder, repeated = chain(2, 1.0 if pool == "store" else None, pool, **settings)
         decoder.token_dispatcher.configs.has_hooks = True  # Nothing resets the counters.
         given = tokens(9).requires_grad_()
@@ -124,7 +124,7 @@ def test_a_layer_may_run_several_times_in_a_pass():
         if pool == "store":
             assert repeated.token_dispatcher.shares_per_token == 4 * K
             assert counters.max_need == 4 * 9 * K
-    for one, other in zip(found["store"], found["expert"], strict=True):
+    for one, other in zip(found["store"], found["cells"], strict=True):
         assert torch.equal(one, other)
 
 
@@ -295,7 +295,7 @@ def test_two_ranks_drop_nothing(pool2, factor):
 
 
 def _evaluation_fits(pool: str) -> Any:
-    made, whole = layer(pool, 0.25), layer("expert", None, eval_factor=NO_DROP)
+    made, whole = layer(pool, 0.25), layer("cells", None, eval_factor=NO_DROP)
     whole.load_state_dict(made.state_dict())
     with torch.no_grad():
         for seed, length in enumerate((12, 10, 12)):
@@ -307,7 +307,7 @@ def _evaluation_fits(pool: str) -> Any:
     return torch.stack([counters.demand_E, counters.kept_E]).tolist()
 
 
-@pytest.mark.parametrize("pool", ["expert", "store"])
+@pytest.mark.parametrize("pool", ["cells", "store"])
 def test_evaluation_drops_nothing_and_equals_a_dropless_one(pool2, pool):
     both = torch.tensor(pool2.run(_over_two_ranks, _evaluation_fits, pool)).sum(0)
     assert torch.equal(*both) and both[0].sum() == 2 * (12 + 10 + 12) * K
@@ -356,7 +356,7 @@ def _said_on(machines: str, pool: str) -> list[str]:
     [
         ("aabb", "store", "2 hosts of 2 ranks", 1),
         ("aaab", "store", "4 hosts of 1 rank", 1),
-        ("aabb", "expert", "2 hosts of 2 ranks", 2),
+        ("aabb", "cells", "2 hosts of 2 ranks", 2),
     ],
 )
 def test_a_layer_on_several_hosts_says_what_crosses_the_network(

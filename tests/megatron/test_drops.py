@@ -187,7 +187,7 @@ def test_each_rank_warns_of_its_own_drops(pool2, experts):
     changes = {
         "ranks": 2,
         "ep": 2,
-        "options": {"experts": experts, "capacity_pool": "expert"},
+        "options": {"experts": experts, "capacity_pool": "cells"},
         **one,
     }
     for rank, said in enumerate(pool2.run(_warnings_of_ranks, with_changes(HALF, changes))):

@@ -73,7 +73,7 @@ def test_output_and_gradients_are_those_of_the_module_it_replaces(factor, shape,
     tokens = 3 * torch.randn(*shape, tiny.HIDDEN, dtype=torch.float64)
     settings = {"moe_expert_capacity_factor": factor, **ACTIVATIONS[name]}
     module = layer("module", **settings).double()
-    packed = layer(capacity_pool="expert", **settings).double()
+    packed = layer(capacity_pool="cells", **settings).double()
     if module.config.add_bias_linear:  # Which begins as zeros.
         for name in SHAPES:
             given = (biases_of(one.experts, f"linear_{name}") for one in (module, packed))
@@ -100,7 +100,7 @@ def test_latent_experts_are_those_of_the_module_they_replace(monkeypatch, factor
     monkeypatch.setattr(moe_layer, "TELinear", Projection, raising=False)
     tokens = torch.randn(7, 3, tiny.HIDDEN, dtype=torch.float64)
     settings = {"moe_latent_size": 5, "moe_expert_capacity_factor": factor}
-    ours = layer(capacity_pool="expert", **settings).double()
+    ours = layer(capacity_pool="cells", **settings).double()
     assert ours.experts.linear_fc1.weight.shape == (tiny.NUM_EXPERTS, 48, 5)
     assert ours.experts.linear_fc2.weight.shape == (tiny.NUM_EXPERTS, 5, 24)
     assert_alike(ours, layer("module", **settings).double(), tokens)
@@ -286,7 +286,7 @@ NOT_BLOCKWISE = (
 def test_auto_takes_ours_where_they_can_compute_the_config(settings, packed, reason):
     given = {"bf16": True, "moe_expert_capacity_factor": None, **settings}
     chosen = chosen_experts(tiny.config(later=given))
-    assert (chosen.packed, chosen.pool) == (packed, "store" if packed else "expert")
+    assert (chosen.packed, chosen.pool) == (packed, "store" if packed else "cells")
     assert chosen.reason.startswith(reason)
 
 
@@ -327,8 +327,8 @@ def test_auto_leaves_experts_to_adapters():
     [
         ({"experts": "auto"}, "experts=packed (experts='auto'), capacity_pool=store"),
         (
-            {"capacity_pool": "expert"},
-            "experts=packed (experts='packed' was asked for), capacity_pool=expert",
+            {"capacity_pool": "cells"},
+            "experts=packed (experts='packed' was asked for), capacity_pool=cells",
         ),
         (
             {"experts": "auto", "capacity_pool": "store"},

@@ -40,6 +40,11 @@ def test_flags_and_fields_are_the_same_thing():
     assert parse(*(word for name in names for word in (f"--padded-{name}", "none"))) == parse()
 
 
+def test_the_former_name_of_cells_is_read():
+    for given in (parse("--padded-capacity-pool", "expert"), PaddedOptions(capacity_pool="expert")):
+        assert given == PaddedOptions(capacity_pool="cells")
+
+
 TABLE = "map whole numbers from 1 on to factors above 0, each number once"
 FACTOR = "be a number above 0, NO_DROP or None"
 SHARE = "be a share from 0 to below 1"
@@ -50,7 +55,7 @@ SHARE = "be a share from 0 to below 1"
     [
         ("experts", "own", "be one of auto, module, packed"),
         ("exchange", "two-level", "be one of auto, alltoall, direct"),
-        ("capacity_pool", "receiver", "be one of auto, store, expert"),
+        ("capacity_pool", "receiver", "be one of auto, store, cells"),
         ("on_overflow", "drop", "be one of warn, error, retry"),
         ("overflow_threshold", 1.0, SHARE),
         ("overflow_threshold", "0.1", SHARE),
@@ -75,7 +80,7 @@ def test_wrong_values_are_refused(field, value, rule):
 
 def test_options_that_need_packed_experts():
     for given, rule in (
-        ({"capacity_pool": "store"}, "be auto or expert with experts='module', .* padded rows"),
+        ({"capacity_pool": "store"}, "be auto or cells with experts='module', .* padded rows"),
         ({"exchange": "direct"}, "be auto or alltoall with experts='module'"),
     ):
         (name,) = given
@@ -96,7 +101,7 @@ def test_help_shows_choices_and_defaults(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = " ".join(capsys.readouterr().out.split())
-    assert "--padded-layer-factors LAYER_FACTORS factors of single layers" in text
+    assert "--padded-layer-factors LAYER:FACTOR,... factors of single layers" in text
     assert (
         "--padded-experts {auto,module,packed}, --experts {auto,module,packed} auto: packed" in text
     )

@@ -28,13 +28,13 @@ LOSSES = {
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "auto": ({}, {}),
     "module": ({"experts": "module"}, {}),
-    "packed": ({"experts": "packed", "capacity_pool": "expert"}, {}),
+    "packed": ({"experts": "packed", "capacity_pool": "cells"}, {}),
     "store": ({"experts": "packed"}, {"moe_expert_capacity_factor": None}),
-    "position": ({"capacity_pool": "expert"}, {"moe_token_drop_policy": "position"}),
+    "position": ({"capacity_pool": "cells"}, {"moe_token_drop_policy": "position"}),
     "no factor": ({}, {"moe_expert_capacity_factor": None}),
-    "shared experts": ({"capacity_pool": "expert"}, {"moe_shared_expert_intermediate_size": 16}),
-    "recompute": ({"experts": "packed", "capacity_pool": "expert"}, tiny.RECOMPUTE),
-    "expert bias": ({"capacity_pool": "expert"}, tiny.EXPERT_BIAS),
+    "shared experts": ({"capacity_pool": "cells"}, {"moe_shared_expert_intermediate_size": 16}),
+    "recompute": ({"experts": "packed", "capacity_pool": "cells"}, tiny.RECOMPUTE),
+    "expert bias": ({"capacity_pool": "cells"}, tiny.EXPERT_BIAS),
 }
 
 

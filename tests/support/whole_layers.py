@@ -159,7 +159,7 @@ class Sizes:
 def rows_sent(case: Case, layer: Layer) -> NDArray:
     """Return the rows of every source that it sends to the ranks of their experts."""
     config, sizes = case.config, Sizes(case.config, case.tokens_STD.shape[1])
-    cells = config.capacity_pool == "expert" and sizes.drops
+    cells = config.capacity_pool == "cells" and sizes.drops
     rows = []
     for map_TE, probs_TE in zip(layer.map_STE, layer.probs_STE, strict=True):
         capacity = sizes.capacity if cells else len(map_TE)
@@ -173,10 +173,10 @@ def expected(case: Case, *, keeps: bool = True) -> list[Found]:
     config, (_, num_tokens, _) = case.config, case.tokens_STD.shape
     ranks, sizes = config.num_ranks, Sizes(config, num_tokens)
     ranks_HG = reference.hosts(case.machines or "a" * config.num_sources)
-    if config.capacity_pool == "expert" or config.etp_size > 1 or ranks_HG.shape[1] == 1:
+    if config.capacity_pool == "cells" or config.etp_size > 1 or ranks_HG.shape[1] == 1:
         ranks_HG = np.arange(config.num_sources)[None]  # All ranks exchange with each other.
     num_layers = len(case.layers) if keeps else 1
-    if config.capacity_pool == "expert":
+    if config.capacity_pool == "cells":
         sizes.rows = sizes.most  # Sources chose them already.
     least = min(sizes.most, 5 * sizes.share) if sizes.drops else sizes.most
     rows = max(num_layers * sizes.rows, least)

@@ -25,7 +25,7 @@ def compare(flags: str) -> int:
 
 def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     path = tmp_path / "results.json"
-    flags = f"{SMALL} --out {path} --commit abc --padded-capacity-pool expert"
+    flags = f"{SMALL} --out {path} --commit abc --padded-capacity-pool cells"
     make_groups = parallel_state.initialize_model_parallel
     with (
         only_worker(),
@@ -55,7 +55,7 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
 
 def test_a_contender_that_fails_leaves_the_rows_of_all(tmp_path, capfd):
     path = tmp_path / "results.json"
-    fails = "--vs --padded-on-overflow error --padded-capacity-pool expert --capacity-factor 0.5"
+    fails = "--vs --padded-on-overflow error --padded-capacity-pool cells --capacity-factor 0.5"
     flags = f"{SMALL} --device cpu --workers 1 --out {path} {fails} --vs --seed 1 2 {fails}"
     with pytest.raises(SystemExit, match="1"):
         compare(flags)

@@ -86,7 +86,7 @@ def assert_trace_says_the_same(folder: Path, counted: list[Counted], **given: in
         asked, kept = sum(rows for rows, _, _ in here), sum(rows for _, rows, _ in here)
         at = demand.layers.tolist().index(layer), found.steps.tolist().index(step)
         assert (asked, asked - kept) == (found.asked[at], found.dropped[0][at]), (step, layer)
-    if demand.run.capacity_pool == "expert":
+    if demand.run.capacity_pool == "cells":
         most = max(need for of_rank in counted for _, _, need in of_rank.values())
         assert found.needed.max() * demand.mean_rows == most
 
@@ -193,7 +193,7 @@ def test_evaluation_is_whole_rounds_of_the_pipeline_over_a_text_at_most_once(
 
 def test_repeated_steps_are_those_of_a_run_that_never_drops(pool2):
     """On a CPU products depend on the number of padded rows, in the last bits."""
-    flags = "--global-batch 18 --padded-capacity-pool expert"
+    flags = "--global-batch 18 --padded-capacity-pool cells"
     retry = "--capacity-factor 0.75 --padded-on-overflow retry"
     never, retried = train(
         pool2, f"--steps 2 {flags} --capacity-factor none", f"--steps 2 {flags} {retry}"
@@ -207,14 +207,14 @@ def test_repeated_steps_are_those_of_a_run_that_never_drops(pool2):
 def test_a_run_is_a_row_of_a_results_file(pool2, tmp_path):
     path = tmp_path / "results.json"
     flags = f"--steps 5 --log-every 2 --eval-every 5 --out {path} --commit abc-dirty"
-    flags += " --padded-capacity-pool expert"
+    flags += " --padded-capacity-pool cells"
     (outcome,) = train(pool2, flags)
     (kept,) = json.loads(path.read_text())["runs"]
     assert kept["about"]["commit"] == "abc-dirty"
     (row,) = kept["rows"]
     assert (row["model"], row["contender"], row["graph"]) == ("tiny", "ours", "none")
     assert (row["ep"], row["tokens"], row["capacity_factor"]) == (2, 72, 1.25)
-    assert (row["seed"], row["pool"]) == (1234, "expert")
+    assert (row["seed"], row["pool"]) == (1234, "cells")
     assert row["flags"]["recipe"]["seq_length"] == 24
     assert row["flags"]["dispatch"]["padded"]["on_overflow"] == "warn"
     # A loss for each step; a line covers the steps since the line before.
@@ -262,7 +262,7 @@ def _counted(flags: str) -> Counted:
         ("--experts module --pp 2 --num-layers 4 --balancing expert-bias", 1, {}),
         ("--experts packed --num-layers 3 --global-batch 18", 1, {}),
         ("--experts packed --num-layers 4 --pp 2 --global-batch 9", 1, {"store_layers": 2}),
-        ("--experts packed --etp 2 --ep 1 --padded-capacity-pool expert", 2, {}),
+        ("--experts packed --etp 2 --ep 1 --padded-capacity-pool cells", 2, {}),
     ],
 )
 def test_what_a_trace_replays_is_what_the_run_counted(pool2, tmp_path, flags, etp, given):
@@ -312,7 +312,7 @@ def _fails(flags: str) -> tuple[str, str]:
 
 
 def test_a_trace_and_a_line_have_the_step_that_ended_their_run(pool2, tmp_path):
-    flags = "--steps 2 --capacity-factor 0.5 --padded-capacity-pool expert"
+    flags = "--steps 2 --capacity-factor 0.5 --padded-capacity-pool cells"
     ends = pool2.run(_fails, f"{flags} --padded-on-overflow error --trace {tmp_path}")
     for words, line in ends:
         found: Any = re.match(r"on_overflow='error': .* at step 1 \((.*)% of all rows\)", words)

@@ -43,7 +43,7 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"run", "tune.html"}
     _, again = tune("run/rank-1.npy run/rank-0.npy --pool expert --report t/x")
     assert again == page  # The other report is elsewhere.
-    alone = study(DEMAND, name="rank-1.npy, rank-0.npy", pools=("expert",))
+    alone = study(DEMAND, name="rank-1.npy, rank-0.npy", pools=("cells",))
     words = " ".join((tmp_path / "t" / "x").read_text().split())
     assert alone.chosen.sentence() in words
 

@@ -103,8 +103,8 @@ def test_the_way_that_a_plan_assumes():
     assert way(hosts=2) == (True, 2)
     assert way(hosts=2, exchange="alltoall") == (False, 2)
     assert way(hosts=16) == (False, 1)
-    assert way(hosts=2, pool="expert") == (False, 1)
-    assert way(pool="expert") == (True, 1)
+    assert way(hosts=2, pool="cells") == (False, 1)
+    assert way(pool="cells") == (True, 1)
 
 
 def test_the_command(capsys):

@@ -38,7 +38,7 @@ def test_dropped_shows_pools_layers_and_the_share_asked_for(found):
     assert drawn["at most: 2 %"].get_ydata()[0] == 0.02
     factor = found.chosen.overall.factor
     assert drawn[f"recommended: {factor:g}"].get_xdata()[0] == factor
-    alone = studied(pools=("expert",), drop=0.0)
+    alone = studied(pools=("cells",), drop=0.0)
     drawn = lines(plots.figures(alone)["dropped"])
     assert drawn["perfectly balanced router"].get_ydata()[0] == alone.chosen.replay.balanced[0]
     assert "all rows, pool store" not in drawn

@@ -40,7 +40,7 @@ def test_the_smallest_factor_that_leaves_enough_rows_room():
     assert (advice.dropped, advice.worst, found.replay.retried[found.index]) == (0.025, 1 / 20, 0.5)
     assert found.warnings() == []
     assert found.sentence() == (
-        "Set the capacity factor to 1.2 with capacity_pool=expert (12 slots per source rank and "
+        "Set the capacity factor to 1.2 with capacity_pool=cells (12 slots per source rank and "
         "expert): 2.5 % of the rows of the 600 steps traced find no room there, at most 5 % in one "
         "step."
     )
@@ -124,7 +124,7 @@ def studied(kind, *, ranks=2, etp=1, **given):
 def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
     found = studied("lognormal")
     expert, store = found.answers
-    assert (expert.replay.pool, store.replay.pool) == ("expert", "store")
+    assert (expert.replay.pool, store.replay.pool) == ("cells", "store")
     assert store.overall.factor < expert.overall.factor
     assert found.chosen is store and found.pool == "store"
     rows = f"with capacity_pool=store (a store of {store.overall.room:,} rows): "
@@ -134,7 +134,7 @@ def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
     for pool in POOLS:
         known = demand_of(of_run(trace, capacity_pool=pool))
         assert study(known, name="x").pool == pool
-    assert study(known, name="x", pools=("expert",)).pool == "expert"
+    assert study(known, name="x", pools=("cells",)).pool == "cells"
     with pytest.raises(ValueError, match="num_experts must be a multiple of num_ranks=2, got 17"):
         studied("uniform", ranks=1)
     assert studied("uniform", ranks=1, etp=2).chosen.num_steps == 40
@@ -149,7 +149,7 @@ def test_effects_and_costs_of_each_factor(pool, ranks, etp):
         shares = replay.dropped[i].sum(1) / replay.asked.sum(1)
         assert replay.layer_shares[i].tolist() == shares.tolist()
         assert replay.kept_bytes[i] == LayerMemory(config=config, **sizes).kept(2)
-        if pool == "expert":
+        if pool == "cells":
             balanced = dict(num_tokens=64, top_k=2, num_experts=16, capacity=config.capacity(64))
             assert replay.balanced[i] == balanced_drop(**balanced)
     assert replay.retried[0] == 1.0 and replay.dropped_share[-1] == 0

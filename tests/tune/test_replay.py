@@ -202,7 +202,7 @@ def test_grid():
     ("arguments", "message"),
     [
         (dict(factors=[math.nan]), "capacity_factor must .*, got nan"),
-        (dict(pool="rank"), "capacity_pool must be one of store, expert, got 'rank'"),
+        (dict(pool="rank"), "capacity_pool must be one of store, cells, got 'rank'"),
         (dict(store_layers=0), "store_layers must be from 1 to the trace's 1 layers, got 0"),
     ],
 )

@@ -111,7 +111,7 @@ def test_one_screen(found):
 
 def test_a_warning_is_in_the_text_and_on_the_page():
     drift = synthetic_trace("drift", num_layers=3, strength=2.0)
-    young = study(demand_of(drift), name="x", pools=("expert",))
+    young = study(demand_of(drift), name="x", pools=("cells",))
     (warning,) = young.chosen.warnings()
     assert warning in " ".join(summary(young, Path("tune.html")).split())
     assert warning in " ".join(whole(young).split())

@@ -22,7 +22,7 @@ MODEL: dict[str, Any] = dict(
 )
 TRACE = synthetic_trace("lognormal", num_experts=8, seed=1)
 STUDIES = {
-    pool: study(demand_of(TRACE), name="lognormal", pools=(pool,)) for pool in ("expert", "store")
+    pool: study(demand_of(TRACE), name="lognormal", pools=(pool,)) for pool in ("cells", "store")
 }
 EACH = pytest.mark.parametrize("per_layer", [False, True])
 EACH_POOL = pytest.mark.parametrize("found", STUDIES.values(), ids=STUDIES)
@@ -39,13 +39,13 @@ def wanted(found: Study, per_layer: bool) -> tuple[float, PaddedOptions]:
 
 
 def test_options_are_those_of_the_answer():
-    assert options(STUDIES["expert"], per_layer=False) == {"capacity_pool": "expert"}
+    assert options(STUDIES["cells"], per_layer=False) == {"capacity_pool": "cells"}
     assert options(STUDIES["store"], per_layer=False) == {"capacity_pool": "store"}
     assert options(STUDIES["store"], per_layer=True) == {"capacity_pool": "store"}
-    layers = STUDIES["expert"].chosen.layers
+    layers = STUDIES["cells"].chosen.layers
     factors = {1: layers[1].factor, 2: layers[2].factor}
-    given = options(STUDIES["expert"], per_layer=True)
-    assert given == {"capacity_pool": "expert", "layer_factors": factors}
+    given = options(STUDIES["cells"], per_layer=True)
+    assert given == {"capacity_pool": "cells", "layer_factors": factors}
 
 
 @EACH
