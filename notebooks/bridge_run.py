@@ -165,7 +165,7 @@ def config_of(case: Case, sizes: Sizes, folder: Path, *, ep: int = 1) -> Any:
         assert earlier.saves is not None
         before = folder.parent / case.continues
         saved = yaml.safe_load(run_config(before, earlier.saves).read_text())
-        options = saved["model"]["padded_options"] | options
+        options = saved["model"]["padded_dispatch"] | options
         for part, name in UNREADABLE:
             saved[part].pop(name, None)
         install()

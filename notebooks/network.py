@@ -108,7 +108,7 @@ def count(way: str, ranks: int, gpus: int, experts: int, top_k: int, tokens: int
 
 
 def layer_ms(path: Path, model: str, ranks: int) -> float:
-    """Return the newest measured time of one rank's experts over direct stores."""
+    """Return the newest measured time of one rank's experts over direct writes."""
     wanted = {"model": model, "ranks": ranks, "tokens": TOKENS, "wire": "direct"}
     runs = json.loads(path.read_text())["runs"]
     return [row["ms"] for run in runs for row in run["rows"] if wanted.items() <= row.items()][-1]

@@ -104,10 +104,10 @@ def real_table() -> Markdown:
             times = row["ms"][readme_figures.FIRST_STEP - 1 :]
             spread = f"{min(times):,.0f}, {max(times):,.0f}"
             ms, gib = f"{row['median_ms']:,.0f}", f"{row['peak_mib'] / 1024:.0f}"
-            lost = [f"{mean(row[of]):.2%}" if of in row else "" for of in ("dropped", "again")]
+            lost = [f"{mean(row[of]):.2%}" if of in row else "" for of in ("dropped", "recomputed")]
             cells = [model, str(gpus), contender, ms, spread, gib, *lost]
             lines.append([*cells, readme_figures.commits([row])])
-    head = ["model", "GPUs", "", "ms", "least, most", "GiB", "dropped", "again", "commit"]
+    head = ["model", "GPUs", "", "ms", "least, most", "GiB", "dropped", "recomputed", "commit"]
     return Markdown(report.markdown(head, lines))
 
 

@@ -186,7 +186,7 @@ def row_of(log: str) -> dict[str, Any]:
     ms = figures.get("elapsed time per iteration (ms)", [])
     row: dict[str, Any] = {"iterations": len(ms), "ms": ms, "loss": figures.get("lm loss", [])}
     row["median_ms"] = median(ms[FIRST_STEP - 1 :]) if len(ms) >= FIRST_STEP else None
-    for name in ("dropped", "again", "expert_overload"):
+    for name in ("dropped", "recomputed", "expert_overload"):
         if f"moe/{name}" in figures:
             row[name] = figures[f"moe/{name}"]
     return row

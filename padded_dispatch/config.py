@@ -228,7 +228,7 @@ class DispatchConfig:
     def kept_tokens(self, num_tokens: int, *, direct: bool, num_hosts: int = 1) -> int:
         """Return how many tokens a pass of T tokens keeps until backward.
 
-        Direct stores keep those of other ranks, collectives all slots; one source keeps none, and
+        Direct writes keep those of other ranks, collectives all slots; one source keeps none, and
         neither does a pass that sends them again. `num_hosts`: if above 1, a rail gathers tokens of
         so many ranks. These are kept, also where the host sends them again.
         """

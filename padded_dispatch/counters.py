@@ -71,7 +71,7 @@ class Counters:
         num_passes: passes.
         num_slots: slots of cells offered, E * C per pass.
         no_room: rows that arrived at this rank and found no room in the store.
-        num_again: rows of a store that were overwritten; backward computes at least as many again.
+        num_again: rows of a store that were overwritten, which backward recomputes with a few more.
         max_need: the largest need of one pass since it was last zeroed; the only value that is not
             a sum. With cells: demand for one expert. With a store: the rows that would have held
             this pass and those before it in the store.
@@ -250,7 +250,8 @@ class Snapshot:
         needed_factor: see the property.
 
         With a store also:
-        again: overwritten rows, divided by rows asked for; backward recomputes at least as many.
+        recomputed: rows that found the store full, divided by rows asked for; backward recomputes
+            them, and a few more.
 
         With cells also:
         lost_tokens: a count, see `Counters`.
@@ -268,7 +269,7 @@ class Snapshot:
             columns["lost_tokens"] = counts["lost_tokens"]
             columns["fill"] = _ratio(counts["kept_E"].sum(1), counts["num_slots"])
         else:
-            columns["again"] = _ratio(counts["num_again"], demand_YE.sum(1))
+            columns["recomputed"] = _ratio(counts["num_again"], demand_YE.sum(1))
         return {name: np.nan_to_num(column).tolist() for name, column in columns.items()}
 
 

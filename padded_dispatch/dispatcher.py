@@ -59,7 +59,7 @@ class PaddedDispatcher:
         group: the expert-parallel process group; None for a single rank.
         etp_group: the group whose ranks split every expert's ffn; None if experts are not split.
         exchange: "alltoall" uses collectives of any backend. "direct" stores into the memory of
-            other GPUs of the host, and serves `run` only. "auto" uses direct stores where they can
+            other GPUs of the host, and serves `run` only. "auto" uses direct writes where they can
             work: see `padded_dispatch.exchange`.
         store: the store that all layers of a model share; create their dispatchers in the order in
             which a pass runs the layers. None creates a store for this layer alone.

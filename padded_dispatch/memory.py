@@ -1,6 +1,6 @@
 """Bytes that a rank takes: one function for each part, for code that allocates, logs and plans.
 
-    once      buffers of direct stores, which all layers of a group share (`DirectBuffers`)
+    once      buffers of direct writes, which all layers of a group share (`DirectBuffers`)
     kept      until backward, for each micro-batch in flight: the store, and of each layer the
               tokens that arrived, and row numbers (`LayerMemory`)
     a pass    temporaries, of one layer at a time (`LayerMemory`)
@@ -37,7 +37,7 @@ def row_bytes(fc1_width: int, element_size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DirectBuffers:
-    """Buffers of direct stores on a rank: one allocation for what arrives, one for what comes home.
+    """Buffers of direct writes on a rank: one allocation for what arrives, one for what comes home.
 
     Args:
         num_sources: S, the ranks of a host.
@@ -132,7 +132,7 @@ class LayerMemory:
 
     @property
     def buffers(self) -> DirectBuffers | None:
-        """Buffers of direct stores; None over collectives."""
+        """Buffers of direct writes; None over collectives."""
         if not self.direct or self.num_sources == 1:
             return None
         return DirectBuffers(
@@ -163,7 +163,7 @@ class LayerMemory:
     def plans_on_the_wire(self) -> int:
         """Plans and counts that other ranks send to this one: 12 bytes for each of their choices.
 
-        Direct stores and cells send counts for the experts of a rank, gathers those of all ranks.
+        Direct writes and cells send counts for the experts of a rank, gathers those of all ranks.
         """
         sources, slots, counts = self.num_sources, self.num_slots, self.config.num_local_experts
         gathers = not self.direct and slots >= self.num_tokens

@@ -94,7 +94,7 @@ def start(
     *,
     sends_again: bool = False,
 ) -> DirectWire:
-    """Return a wire of direct stores between two ranks, with nothing at its addresses."""
+    """Return a wire of direct writes between two ranks, with nothing at its addresses."""
     by_choice = 2, num_slots, plan.expert_TK.shape[1]
     width, at_R = tokens_TD.shape[1], torch.zeros(2, dtype=torch.int64)
     buffers = Buffers(

@@ -96,8 +96,8 @@ def test_figures_of_a_store():
     assert of_store.needed_factor.tolist() == [5 / 8, 0]
     figures = of_store.figures()
     assert figures["needed_factor"] == 5 / 8
-    known = snapshot().figures().keys() - {"lost_tokens", "fill"} | {"again"}
-    assert figures["again"] == 5 / 20
+    known = snapshot().figures().keys() - {"lost_tokens", "fill"} | {"recomputed"}
+    assert figures["recomputed"] == 5 / 20
     of_store.counts["no_room"][:] = 4, 0  # 14 rows are kept.
     assert of_store.dropped_share[0] == 4 / 18 and math.isnan(of_store.dropped_share[1])
     assert figures.keys() == known == of_store.figures_of_layers().keys()

@@ -204,7 +204,7 @@ def test_direct_stores_need_gpus_and_packed_experts(packed):
     given = torch.zeros(1, 3), torch.zeros(1, 2), torch.zeros(1, 2) > 0
     weights = ExpertWeights(fc1_LGD=torch.zeros(2, 2, 3), fc2_LDF=torch.zeros(2, 3, 1))
     words = "tokens on GPUs" if packed else "experts='packed'"
-    with pytest.raises(ValueError, match=rf"^exchange must .*; direct stores need {words}"):
+    with pytest.raises(ValueError, match=rf"^exchange must .*; direct writes need {words}"):
         if packed:
             dispatcher.run(*given, weights, Activation())
         else:

@@ -1,4 +1,4 @@
-"""Which exchange a layer takes, and what forbids direct stores."""
+"""Which exchange a layer takes, and what forbids direct writes."""
 
 import dataclasses
 import re
@@ -24,7 +24,7 @@ CELLS = dataclasses.replace(CONFIG, capacity_pool="cells")
 
 
 class Stores:
-    """Direct stores that work, but over PCIe only."""
+    """Direct writes that work, but over PCIe only."""
 
     num_sources = 2
 
@@ -73,9 +73,9 @@ def test_auto_takes_direct_stores_over_nvlink():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"packed": False}, "direct stores need experts='packed'"),
-        ({"etp": GROUP}, "direct stores need expert_tensor_parallel_size=1, got 2"),
-        ({"device": torch.device("cpu")}, "direct stores need tokens on GPUs, got cpu"),
+        ({"packed": False}, "direct writes need experts='packed'"),
+        ({"etp": GROUP}, "direct writes need expert_tensor_parallel_size=1, got 2"),
+        ({"device": torch.device("cpu")}, "direct writes need tokens on GPUs, got cpu"),
     ],
 )
 def test_what_needs_collectives(changes, reason):
@@ -104,7 +104,7 @@ def test_the_reason_names_nvlink_domains():
 
 
 def test_rails_cross_between_hosts_of_several_ranks():
-    """Around direct stores, or around collectives inside of each host."""
+    """Around direct writes, or around collectives inside of each host."""
     exchange, reason = chosen("auto", machines="aabb")
     assert isinstance(exchange, Rails) and isinstance(exchange.inside, Stores)
     assert exchange.inside.hosts is not None and exchange.kind == "direct"
@@ -121,10 +121,10 @@ def test_rails_cross_between_hosts_of_several_ranks():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"machines": "aaab"}, "direct stores need several ranks on each host"),
+        ({"machines": "aaab"}, "direct writes need several ranks on each host"),
         (
             {"machines": "aabb", "config": CELLS},
-            "direct stores need capacity_pool='store' across hosts",
+            "direct writes need capacity_pool='store' across hosts",
         ),
     ],
 )

@@ -5,7 +5,7 @@ crosses the wire by itself. Each of the six GEMMs takes the longer of two times:
 790 TFLOP/s, the best that torch reaches on these shapes in bf16, in a burst; and its operands and
 result through memory once, at 4.3 TB/s, the rate of a large copy. Every real row crosses four times
 (dispatch and combine, forward and backward) at 450 GB/s each way, NVLink's rated speed. A token
-that crosses once for all its rows on a rank, as with direct stores, needs less. Nothing overlaps,
+that crosses once for all its rows on a rank, as with direct writes, needs less. Nothing overlaps,
 nothing is padded, and nothing else costs anything. The slowest rank decides.
 
 Results files call this time `floor_ms`. For other GPUs it is None.

@@ -8,7 +8,7 @@ any backend). Between several hosts a rail is around either (`rails`). `agreemen
 shapes and rules over the ranks. A host is a machine or an NVLink domain (`hosts`).
 
 Which of them a layer takes depends on settings and on machines, never on the routing, so a layer
-keeps it. It is the same on all ranks. `"auto"` takes direct stores if the layer has packed experts,
+keeps it. It is the same on all ranks. `"auto"` takes direct writes if the layer has packed experts,
 no expert is split, and the GPUs of each host reach each other over NVLink. Else it takes
 collectives, which move nothing if there is one rank. A rail needs packed experts that share a
 store, and more than one rank on each host; elsewhere collectives cross between hosts.
@@ -52,12 +52,12 @@ def choose(
     collectives = Collectives(local, group, etp_group)
     reason = ""
     if not packed:
-        reason = "direct stores need experts='packed'"
+        reason = "direct writes need experts='packed'"
     elif collectives.etp_group is not None:
         size = collectives.etp_group.size()
-        reason = f"direct stores need expert_tensor_parallel_size=1, got {size}"
+        reason = f"direct writes need expert_tensor_parallel_size=1, got {size}"
     elif device.type != "cuda":
-        reason = f"direct stores need tokens on GPUs, got {device.type}"
+        reason = f"direct writes need tokens on GPUs, got {device.type}"
     hosts = hosts_of(group, device) if group is not None and group.size() > 1 else None
     place = "an NVLink domain" if hosts is not None and hosts.kind != "host" else "a host"
     if hosts is not None and hosts.num_hosts == 1:
@@ -67,9 +67,9 @@ def choose(
     shares = packed and config.capacity_pool == "store" and collectives.etp_group is None
     if hosts is not None and not reason:
         if not shares:
-            reason = "direct stores need capacity_pool='store' across hosts"
+            reason = "direct writes need capacity_pool='store' across hosts"
         elif hosts.num_inside == 1:
-            reason = "direct stores need several ranks on each host"
+            reason = "direct writes need several ranks on each host"
     require(kind != "direct" or not reason, "exchange", kind, "be auto or alltoall here", reason)
     if kind == "alltoall":
         reason = f'exchange="{kind}" was asked for'

@@ -1,4 +1,4 @@
-"""The exchange by direct stores: GPUs of one host write rows into each other's memory.
+"""The exchange by direct writes: GPUs of one host write rows into each other's memory.
 
 A source stores token t in slot t at each other rank of its experts, and reads its own tokens where
 they are. The product that computes a row also stores it at home, in slot t * K + k. The source sums
@@ -47,7 +47,7 @@ from padded_dispatch.utils.phases import is_capturing, nvtx_range
 
 
 class DirectStores:
-    """The exchange of a layer by direct stores. Creating it is a collective call of the group.
+    """The exchange of a layer by direct writes. Creating it is a collective call of the group.
 
     Args:
         num_local_experts: experts on this rank (L).
@@ -111,7 +111,7 @@ class DirectStores:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DirectWire:
-    """The exchange of one pass by direct stores: see `CollectiveWire`.
+    """The exchange of one pass by direct writes: see `CollectiveWire`.
 
     `open` and `push` return buffers that all layers share; they are valid until `home`.
     `homes_S`: the address, at each source, of the buffer for returned rows, [P * K, D].

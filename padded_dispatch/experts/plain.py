@@ -105,7 +105,7 @@ def run(
     tokens_TD: Tensor, prob_TK: Tensor, weights: ExpertWeights, activation: Activation, call: Call
 ) -> Tensor:
     """Do the work of `experts.run` in plain torch, for any floating point dtype."""
-    wire = cast(CollectiveWire, call.wire)  # Direct stores need a GPU.
+    wire = cast(CollectiveWire, call.wire)  # Direct writes need a GPU.
     arrived = wire.open(tokens_TD, prob_TK)
     require_choices(arrived.count_SL, arrived.expert_SPK.shape[2])
     values_SPD, prob_SPK = arrived.values.rows_SPD, arrived.prob_SPK

@@ -10,8 +10,8 @@ class. A stacked linear has the attributes that Bridge reads for classes without
 Saved configs. Bridge and Megatron-LM save a config field by field as YAML. `padded_dispatch` cannot
 be a field, because every stock config would have a key that `TransformerConfig(**...)` does not
 take; and YAML cannot name the class `PaddedOptions`. So the saved config of a model with padded
-layers gets one more key, `padded_options`, with plain values. Loading drops the key. To restore the
-options, call `install(PaddedOptions(**saved["model"]["padded_options"]))`.
+layers gets one more key, `padded_dispatch`, with plain values. Loading drops the key. To restore
+the options, call `install(PaddedOptions(**saved["model"]["padded_dispatch"]))`.
 
 Based on the sources of Megatron-Bridge 0.3.1 and 0.7.0 (November 2026), and of Megatron-LM 0.19.
 """
@@ -35,7 +35,7 @@ _CONVERSION = "megatron.bridge.models.conversion.model_bridge"
 # The methods of `MegatronModelBridge` that list parameters.
 _LISTING = "build_conversion_tasks", "_megatron_global_adapters_info_all_pp_ranks"
 
-KEY = "padded_options"
+KEY = "padded_dispatch"
 
 # Module and name of the classes whose class method `_CONVERT` turns a value of a run config into
 # what YAML can hold. Up to 0.3.1 Bridge has such a class of its own.

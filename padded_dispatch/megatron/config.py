@@ -138,8 +138,8 @@ REFUSED = (
     ),
 )
 
-_FLEX = "rows travel by direct stores or the all-to-all, see PaddedOptions(exchange=...)"
-_SMS = "direct stores and the all-to-all choose their SMs themselves"
+_FLEX = "rows travel by direct writes or the all-to-all, see PaddedOptions(exchange=...)"
+_SMS = "direct writes and the all-to-all choose their SMs themselves"
 _BF16 = "rows travel in the dtype of the hidden states"
 _SEPARATE = "TEGroupedMLP has one parameter per expert; packed experts have one for all"
 _ALIGNED = "C is rounded up to what the fp8 or fp4 recipe needs, and no token is lost"
@@ -165,7 +165,7 @@ REPLACED = {
     "nothing, unless PaddedOptions(eval_factor=...) is a number",
     "moe_paged_stash": "buffers have the size of the capacity factor, and packed experts keep real "
     "rows only",
-    "moe_permute_fusion_into_hybridep": "direct stores put rows in place",
+    "moe_permute_fusion_into_hybridep": "direct writes put rows in place",
     "moe_router_padding_for_fp8": _ALIGNED,
     "moe_router_padding_for_quantization": _ALIGNED,
     "moe_single_grouped_bias": _SEPARATE,
@@ -317,12 +317,8 @@ def padded_options(config: Any) -> PaddedOptions:
     """Return the options of a config, or the defaults if it has none.
 
     Raises:
-        ValueError: `config.padded_dispatch` is no `PaddedOptions`, or the config has them under the
-            name that saved configs use.
+        ValueError: `config.padded_dispatch` is no `PaddedOptions`.
     """
-    saved, rule = getattr(config, "padded_options", None), "be None, since layers do not read it"
-    fix = "set config.padded_dispatch = PaddedOptions(...)"
-    require(saved is None, "padded_options", saved, rule, fix)
     options = getattr(config, "padded_dispatch", PaddedOptions())
     require_options("padded_dispatch", options)
     return options

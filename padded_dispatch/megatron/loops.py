@@ -37,7 +37,7 @@ from padded_dispatch.utils.logs import log_once
 from padded_dispatch.utils.patches import PATCHED
 
 # Figures in a loop's line of a step.
-_SHOWN_FIGURES = ("dropped", "again", "fill", "needed_factor", "expert_overload")
+_SHOWN_FIGURES = ("dropped", "recomputed", "fill", "needed_factor", "expert_overload")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,7 @@ class PaddedOptions:
     exchange: ExchangeKind = _option(
         "auto",
         "auto: direct where it can work, else alltoall; alltoall: collectives, by any backend; "
-        "direct: stores between the GPUs of a host, for packed experts",
+        "direct: writes between the GPUs of a host, for packed experts",
         choices=get_args(ExchangeKind),
     )
     layer_factors: Mapping[int, CapacityFactor] = _option(
@@ -154,7 +154,7 @@ class PaddedOptions:
                 require(value in choices, option.name, value, f"be one of {', '.join(choices)}")
         packs = self.experts in ("auto", "packed")
         rule = f"be auto or alltoall with experts={self.experts!r}"
-        fix = "set experts='packed' to use direct stores"
+        fix = "set experts='packed' to use direct writes"
         require(packs or self.exchange != "direct", "exchange", self.exchange, rule, fix)
         rule = f"be auto or cells with experts={self.experts!r}, which read padded rows"
         fix = "set experts='packed', or leave it to 'auto'"

@@ -282,7 +282,7 @@ class Settings:
             padded.exchange != "direct" or (on_gpu and self.layout.ep > 1),
             "--padded-exchange",
             padded.exchange,
-            "be auto or alltoall without several GPUs, between which direct stores go",
+            "be auto or alltoall without several GPUs, between which direct writes go",
             "run on several GPUs, with an --ep of at least 2",
         )
 

@@ -78,10 +78,10 @@ class MemoryPlan:
         rule = f"divide ep={self.ep}, so that hosts have as many ranks each"
         require(self.ep % self.hosts == 0, "hosts", self.hosts, rule)
         fix = "set auto or alltoall"
-        rule = "be alltoall, since direct stores need several ranks on each host"
+        rule = "be alltoall, since direct writes need several ranks on each host"
         several = self.ep > self.hosts
         require(self.exchange != "direct" or several, "exchange", self.exchange, rule, fix)
-        rule = "be alltoall, since direct stores across hosts need a store"
+        rule = "be alltoall, since direct writes across hosts need a store"
         rails = self.hosts == 1 or self.pool == "store"
         require(self.exchange != "direct" or rails, "exchange", self.exchange, rule, fix)
 
@@ -166,7 +166,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         shape, layer, sizes = self.shape, self.layer, self.sizes
-        way = "direct stores" if layer.direct else "collectives"
+        way = "direct writes" if layer.direct else "collectives"
         if layer.num_hosts > 1:
             way = f"rails between {self.hosts} hosts, {way} inside"
         elif self.hosts > 1:
@@ -227,7 +227,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     about = "MoE layers of a pipeline stage's chunk (default: all of the model's; 1 for sizes)"
     add("--store-layers", type=int, metavar="N", help=about)
     add("--microbatches", type=int, default=1, help="in flight")
-    about = "auto: direct stores inside of each host"
+    about = "auto: direct writes inside of each host"
     kinds = "auto", "alltoall", "direct"
     add("--exchange", choices=kinds, default="auto", help=about)
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""Direct stores on threads as ranks, with the kernels of a GPU in Triton's interpreter.
+"""Direct writes on threads as ranks, with the kernels of a GPU in Triton's interpreter.
 
 See `tests.support.direct_parity` for payloads, and `tests.support.threads`. Memory is NaN
 before it is written.

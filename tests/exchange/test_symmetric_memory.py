@@ -50,7 +50,7 @@ def test_peaks_count_symmetric_memory_for_all_that_use_it(monkeypatch, rendezvou
     monkeypatch.setattr(symmetric_memory, "_require_room", Mock())
     group, found = group_of_two(), []
     sizes: Any = {"top_k": 2, "num_local_experts": 1, "width": 2**20, "dtype": torch.bfloat16}
-    for num_slots in (64, 64, 128, 64, None):  # The last one has no direct stores.
+    for num_slots in (64, 64, 128, 64, None):  # The last one has no direct writes.
         symmetric_memory.reset_peaks()
         if num_slots:
             shape = symmetric_memory.Shape(num_slots=num_slots, **sizes)

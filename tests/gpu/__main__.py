@@ -3,10 +3,10 @@
     python -m tests.gpu --out notebooks/results/gpu.json --commit SHA
 
 Runs all rows of `tests.gpu.table` that the machine has GPUs for, and loses a rank amid replays of
-direct stores. The results file is complete after every row; a row that fails or times out does not
+direct writes. The results file is complete after every row; a row that fails or times out does not
 end the run. `--only TEXT` runs rows with this text in their check or name. `--ranks N` lets ranks
 share GPUs where there are fewer: NCCL must be 2.30 or newer (LD_PRELOAD), or out of the way by
-`--gloo`, which serves direct stores. `--cpu N` runs the rows that a CPU can, on N processes over
+`--gloo`, which serves direct writes. `--cpu N` runs the rows that a CPU can, on N processes over
 gloo, in small sizes.
 """
 

@@ -1,4 +1,4 @@
-"""Lose a rank in the middle of replays of direct stores: all others end and name it."""
+"""Lose a rank in the middle of replays of direct writes: all others end and name it."""
 
 import itertools
 import multiprocessing

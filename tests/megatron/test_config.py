@@ -89,10 +89,10 @@ def test_factors_that_are_no_positive_number_are_refused(factor):
         check_config(megatron_config(moe_expert_capacity_factor=factor))
 
 
-def test_options_under_their_name_in_saved_configs_are_refused():
+def test_options_as_saved_configs_hold_them_are_refused():
     config = megatron_config()
-    config.padded_options = {"experts": "packed"}
-    words = r"^padded_options must be None, since .*; set config\.padded_dispatch = PaddedOptions\("
+    config.padded_dispatch = {"experts": "packed"}
+    words = r"^padded_dispatch must be PaddedOptions, got .*; write PaddedOptions\(\*\*"
     with pytest.raises(ValueError, match=words):
         check_config(config)
 

@@ -366,7 +366,7 @@ def test_a_layer_on_several_hosts_says_what_crosses_the_network(
     assert others == [[]] * 3
     first, *later = said
     assert first.endswith(
-        f"exchange=alltoall ({hosts}; direct stores need tokens on GPUs, got cpu)"
+        f"exchange=alltoall ({hosts}; direct writes need tokens on GPUs, got cpu)"
     )
     slots = 2**12 if pool == "store" else 2**12 * K // 4  # Of factor 1 and four ranks.
     mib = blocks * slots * tiny.HIDDEN * 4 / 2**20

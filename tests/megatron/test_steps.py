@@ -402,7 +402,7 @@ def _again_on_ranks_that_split_experts() -> tuple[float, int, int]:
             sum(int(getattr(one, name).sum()) for one in counters)
             for name in ("num_again", "demand_E")
         )
-        return hooks.read().training.figures()["again"], again, asked
+        return hooks.read().training.figures()["recomputed"], again, asked
 
 
 def test_rows_that_are_computed_again_count_once_where_ranks_split_experts(pool2):

@@ -1,4 +1,4 @@
-"""The wire of direct stores, from tokens to tokens and back, as functions that ranks run.
+"""The wire of direct writes, from tokens to tokens and back, as functions that ranks run.
 
 Experts multiply rows by small whole numbers and add a bias, and tokens, gradients and probabilities
 are whole numbers, too. So all sums are exact, whichever way rows take, and what comes home is known
@@ -56,7 +56,7 @@ class Layer:
     machines: str = ""
 
     def direct(self, device: torch.device) -> DirectStores | Rails:
-        """Return direct stores over the default group, in rails; a collective call."""
+        """Return direct writes over the default group, in rails; a collective call."""
         if self.machines:
             return rails_of(self.local_experts, "direct", device)
         return DirectStores(self.local_experts, dist.group.WORLD)

@@ -57,7 +57,7 @@ def ranks_on(machines: str) -> Iterator[None]:
 def rails_of(num_local_experts: int, kind: str, device: torch.device) -> Rails:
     """Return rails around an exchange of this kind, over the default group; a collective call.
 
-    `exchange.choose` makes no direct stores on a CPU.
+    `exchange.choose` makes no direct writes on a CPU.
     """
     group: Any = dist.group.WORLD
     hosts, (inside, rail) = hosts_of(group, device), groups_of(group, device)

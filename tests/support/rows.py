@@ -20,9 +20,9 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
     "NCCL_NVLS_ENABLE": "0",
-    # Direct stores do not need multicast, which some hosts offer to some GPUs only.
+    # Direct writes do not need multicast, which some hosts offer to some GPUs only.
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    # Ranks may share a GPU: NCCL 2.30 or newer, and direct stores.
+    # Ranks may share a GPU: NCCL 2.30 or newer, and direct writes.
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }

@@ -113,7 +113,7 @@ def test_the_command(capsys):
     plan = plan_of("deepseek-v3", ep=64, store_layers=15)
     assert printed == f"{plan}\n" and max(map(len, printed.splitlines())) <= 80
     words = " ".join(printed.split())
-    assert "bf16. D 7,168, E 256, K 8, F 2,048; EP 64, direct stores; T 4,096, factor" in words
+    assert "bf16. D 7,168, E 256, K 8, F 2,048; EP 64, direct writes; T 4,096, factor" in words
     assert "Y 15, I 1; S 64, P 4,096, N 614,400, M 614,400." in words
     assert "Soft: rows past M, which backward computes again, and tokens of other ranks," in words
     assert "Dropped: rows of one layer past 614,400." in words
@@ -134,7 +134,7 @@ def test_the_command(capsys):
         == 0
     )
     words = " ".join(capsys.readouterr().out.split())
-    assert "rails between 2 hosts, direct stores inside" in words
+    assert "rails between 2 hosts, direct writes inside" in words
     assert "Y 1, I 3; S 8, P 8,192, N 163,840, M 163,840." in words
     row = 163_840 * (768 * 2 + 12) * 3 / 2**30
     assert f"{row:.2f} store: I M (G + 6)" in words
