@@ -38,12 +38,14 @@ _COMMANDS = {
     ),
 }
 
-# Warnings of Megatron-Core: at every import without Transformer Engine, and in 0.16 about the
-# default of its own config.
+# Warnings about what a user of this command cannot change. Megatron-Core warns at every import
+# without Transformer Engine, and in 0.16 about the default of its own config. torch warns of
+# functions that Megatron-Core calls by their former names.
 _EXPECTED_WARNINGS = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",
+    "`torch.distributed.",
 )
 
 

@@ -1,11 +1,14 @@
 """`padded-dispatch bench`: from a command line to workers, which report each row they measure."""
 
 import argparse
+import contextlib
 import datetime
 import gc
 import itertools
+import logging
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,6 +41,7 @@ def main(given: argparse.Namespace) -> int:
         SystemExit: see `start_workers`.
     """
     settings = resolve(given)
+    show(f"{len(settings.cases)} cases, a line for each; starting takes 10 to 30 seconds")
     succeeded = start_workers(work, (settings,), num_workers=settings.workers)
     return 0 if succeeded else 1
 
@@ -111,7 +115,7 @@ def work(settings: argparse.Namespace) -> bool:
     num_gpus = settings.workers if settings.device == "cuda" else 0
     run = about(num_gpus=num_gpus, command=settings.command, commit=settings.commit)
     rows = []
-    with world(settings.device) as device:
+    with world(settings.device) as device, _quiet():
         install()
         votes = dist.new_group(backend="gloo", timeout=_VOTE)
         # Ranks beyond `ep` hold replicas.
@@ -124,10 +128,22 @@ def work(settings: argparse.Namespace) -> bool:
                 show(line(rows[-1]))
             parallel_state.destroy_model_parallel()
         show(f"\n{table(rows)}")
+        if settings.device == "cpu":
+            show("Times on a CPU say nothing about GPUs: kernels run as plain torch there.")
         if settings.readme:
             text = readme_table(rows) or "A contender failed: no table."
             show(f"{text}\n\n{differences(run)}")
     return all(row["error"] is None for row in rows)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence warnings of drops: contenders drop on purpose, and the table has a column for it."""
+    log = logging.getLogger("padded_dispatch")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    yield
+    log.setLevel(level)
 
 
 def measure(

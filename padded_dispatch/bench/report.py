@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from padded_dispatch.bench.cases import CONTENDERS, README_FLAGS
+from padded_dispatch.utils.logs import aligned
 from padded_dispatch.utils.shapes import LayerShape
 
 _COLUMNS = (
@@ -118,12 +119,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for title, block in blocks.items():
         cells = [_COLUMNS, *(_cells(row, block) for row in block)]
-        widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
-        lines.append(title)
-        for first, *others in cells:
-            padded = [c.rjust(w) for c, w in zip(others, widths[1:], strict=True)]
-            lines.append("  ".join(["  " + first.ljust(widths[0]), *padded]).rstrip())
-        lines.append("")
+        # A column that no row fills is left out: a CPU has no roofline, joules or GiB.
+        filled = [column for column in zip(*cells, strict=True) if set(column[1:]) != {"-"}]
+        text = aligned(list(zip(*filled, strict=True)))
+        lines += [title, *(f"  {line}" for line in text.splitlines()), ""]
     return "\n".join(lines)
 
 
@@ -185,7 +184,12 @@ def readme_table(rows: list[dict[str, Any]]) -> str | None:
         if None in cells:
             return None
         lines.append([name, *(f"{cell:.2f}" for cell in cells)])
-    return markdown(["milliseconds, forward and backward", *_README_COLUMNS], lines)
+    head = ["milliseconds, forward and backward", *_README_COLUMNS]
+    if all(row.get("ep") == 1 for row in rows):  # One rank sends nothing over NCCL.
+        at = _README_COLUMNS.index("ours over NCCL") + 1
+        for cells in (head, *lines):
+            del cells[at]
+    return markdown(head, lines)
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:

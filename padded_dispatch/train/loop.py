@@ -9,7 +9,6 @@ dispatcher ask for: with `on_overflow="retry"` a step that dropped rows runs twi
 import math
 import os
 import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,7 +33,15 @@ from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs
 from padded_dispatch.megatron.record import Passes
 from padded_dispatch.megatron.steps import StepHooks
 from padded_dispatch.train.data import Windows, load_corpus
-from padded_dispatch.train.metrics import Meter, Row, Step, means_over_ranks, record_event
+from padded_dispatch.train.metrics import (
+    Board,
+    Meter,
+    Row,
+    Step,
+    Summary,
+    means_over_ranks,
+    record_event,
+)
 from padded_dispatch.train.model import (
     EAGER_STEPS,
     build_chunks,
@@ -47,22 +54,26 @@ from padded_dispatch.train.model import (
 from padded_dispatch.train.settings import Layout, Settings
 from padded_dispatch.utils.logs import show
 
+# What was chosen for the run, in words, by the values of `PaddedTokenDispatcher.chosen`.
+_CHOSEN = {
+    "packed": "packed experts (they compute real rows only)",
+    "module": "Megatron's experts (on padded rows)",
+    "direct": "direct writes between GPUs",
+    "alltoall": "collectives between ranks",
+    "store": "one store for the rows of all layers",
+    "cells": "cells of fixed size for each rank and expert",
+}
 _ENDS = signal.SIGTERM, signal.SIGINT  # Ctrl-C reaches a worker under torchrun only.
 _EVALUATION_PASSES = 32  # most passes per rank, before rounding up to a multiple of `pp`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a run: a row for each printed line, and the held-out loss by step."""
+    """The result of a run: a row for each printed line, the held-out loss by step, a summary."""
 
     rows: list[Row]
     evaluations: dict[int, float]
-
-    @property
-    def last_loss(self) -> float | None:
-        """The mean loss of the last ten lines; None if there is only the first step's line."""
-        rows = self.rows[1:][-10:]
-        return statistics.mean(row.loss for row in rows) if rows else None
+    summary: Summary
 
 
 class Trainer:
@@ -176,23 +187,26 @@ def train(settings: Settings, device: torch.device) -> Outcome:
     with megatron_state(settings):
         meter = Meter(settings, device)
         trainer = Trainer(settings, device)
-        outcome = Outcome(rows=[], evaluations={})
+        rows: list[Row] = []
+        evaluations: dict[int, float] = {}
         # The experts, exchange and pool in use; Megatron's dispatchers lack the attribute.
         chosen = getattr(moe_layers(trainer.chunks)[0].token_dispatcher, "chosen", {})
         if chosen:
-            show(", ".join(f"{name}: {value}" for name, value in chosen.items()))
+            known = [_CHOSEN[value] for value in chosen.values() if value in _CHOSEN]
+            show("; ".join(known))  # One rank has no exchange.
         with ExitStack() as cleanup:
             if dist.get_rank() == 0:
                 for ends in _ENDS:
                     cleanup.callback(signal.signal, ends, signal.signal(ends, _stop))
             # Write also the figures of a run that ends early.
             pool = chosen.get("capacity_pool")
-            cleanup.callback(meter.write, outcome.rows, outcome.evaluations, pool)
-            _run(trainer, meter, outcome, cleanup)
+            cleanup.callback(meter.write, rows, evaluations, pool)
+            _run(trainer, meter, rows, evaluations, cleanup)
         if trainer.graphs:
             trainer.graphs.delete()  # Process groups cannot be destroyed while graphs exist.
         release(trainer.chunks)
-    return outcome
+        summary = meter.summary(rows, evaluations)
+    return Outcome(rows=rows, evaluations=evaluations, summary=summary)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -201,9 +215,18 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _run(trainer: Trainer, meter: Meter, outcome: Outcome, cleanup: ExitStack) -> None:
+def _run(
+    trainer: Trainer,
+    meter: Meter,
+    rows: list[Row],
+    evaluations: dict[int, float],
+    cleanup: ExitStack,
+) -> None:
+    """Run all steps; add to `rows` and `evaluations` what is printed."""
     trainer.follow_steps()
     output, hooks = trainer.settings.output, trainer.hooks
+    board = Board(output.tensorboard)
+    cleanup.callback(board.close)
     if hooks and hooks.recorder:
         cleanup.callback(hooks.recorder.close)  # Also after a step that ends the run.
     for number in range(1, output.steps + 1):
@@ -215,13 +238,17 @@ def _run(trainer: Trainer, meter: Meter, outcome: Outcome, cleanup: ExitStack) -
             row = meter.read()
             snapshots = hooks.take() if hooks else None
             if snapshots:
-                row = replace(row, dropped=snapshots.training.figures().get("dropped"))
-            outcome.rows.append(row)
+                figures = snapshots.training.figures()
+                shares = {name: figures.get(name) for name in ("dropped", "recomputed")}
+                row = replace(row, **shares)
+            rows.append(row)
+            board.add(row)
             show(row.line(output.steps))
             if hooks and snapshots:
                 hooks.follow(snapshots)  # It may end the run.
         if output.eval_every and (is_last or number % output.eval_every == 0):
-            loss = outcome.evaluations[number] = trainer.evaluate()
+            loss = evaluations[number] = trainer.evaluate()
+            board.add_held_out(number, loss)
             show(f"step {number} | held-out loss {loss:.4f}")
 
 

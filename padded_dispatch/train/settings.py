@@ -191,9 +191,10 @@ class Output:
         "exchange; layer: each layer; full-iteration: all passes of a step as one graph",
         default="none",
     )
-    log_every: int = _option("steps between two lines, for which the host waits", default=1)
+    log_every: int = _option("steps between two lines, for which the host waits", default=20)
     eval_every: int | None = _option("steps between two evaluations on held-out text", default=None)
     out: Path | None = _option("results file (JSON) to which the run adds one row", default=None)
+    tensorboard: Path | None = _option("folder for TensorBoard", default=None)
     commit: str | None = _option("commit of the code, for --out", default=None)
 
 

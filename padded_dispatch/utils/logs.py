@@ -1,9 +1,10 @@
-"""Lines of a command's output, from one rank, and lines of the log that a process writes once."""
+"""Lines and tables of a command's output, from one rank; lines of the log that are written once."""
 
 import functools
 import logging
 import os
 import sys
+from collections.abc import Sequence
 
 _log = logging.getLogger("padded_dispatch")
 
@@ -21,6 +22,16 @@ def torchrun_ranks() -> tuple[int, int]:
     """
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     return (int(rank), int(size)) if rank and size else (0, 0)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as a table, the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = []
+    for first, *others in lines:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        text.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(text)
 
 
 def show(text: str) -> None:

@@ -177,7 +177,9 @@ def test_rows_of_an_interrupted_run_are_kept(monkeypatch, tmp_path, capsys):
     (run,) = json.loads(out.read_text())["runs"]
     assert run["about"]["commit"] == "abc"
     assert run["rows"] == [{"ms": 1.0}, {"ms": 2.0}]
-    assert capsys.readouterr().out == "{'ms': 1.0}\n{'ms': 2.0}\n"
+    start, *lines = capsys.readouterr().out.splitlines()
+    assert lines == ["{'ms': 1.0}", "{'ms': 2.0}"]
+    assert start == "15 cases, a line for each; starting takes 10 to 30 seconds"
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,8 @@ def test_a_table_has_all_cells_of_one_command_or_is_none():
     )
     assert lines[2] == "| MoE layer of Qwen3-30B-A3B | 1.00 | 2.00 | 3.00 |"
     assert lines[5] == "| with gradients added to fp32 buffers | 10.00 | 11.00 | 12.00 |"
+    alone = (readme_table([row | {"ep": 1} for row in rows]) or "").splitlines()
+    assert alone[2] == "| MoE layer of Qwen3-30B-A3B | 1.00 | 3.00 |"
     for change in ({"error": "no"}, FP8, {"tokens": 512}, {"graph": "none"}):
         assert readme_table([*rows[:-1], rows[-1] | change]) is None
 

@@ -2,21 +2,23 @@
 
 import json
 import os
+import re
 import signal
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from megatron.core import parallel_state
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from padded_dispatch.train import command
 from padded_dispatch.train.arguments import read, read_compare
-from padded_dispatch.train.loop import Outcome, Trainer
-from padded_dispatch.train.metrics import Step
+from padded_dispatch.train.loop import Trainer
+from padded_dispatch.train.metrics import Step, Summary
 from tests.support.tiny import only_worker
 
-SMALL = "--steps 2 --seq-length 24 --micro-batch 3"
+SMALL = "--steps 2 --log-every 1 --seq-length 24 --micro-batch 3"
 
 
 def compare(flags: str) -> int:
@@ -44,8 +46,17 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     # 72 tokens, 2 of 8 experts each: 9 of the 18 slots of perfect balance.
     assert all(share >= 0.5 for share in rows[1]["dropped"])
     assert all(row["host_ms"] > 0 for row in rows)
-    lines = capfd.readouterr().out.splitlines()
-    assert [line for line in lines if line[1:2] == "/"] == [
+    out = capfd.readouterr().out
+    # The table has a line for each, beside the first one.
+    lines = out[out.index("\ncontender ") :].splitlines()[1:-1]
+    head, *shown = (re.split("  +", line) for line in lines)
+    assert head == ["contender", "loss", "ms", "tokens/s", "dropped", "loss - first", "ms / first"]
+    assert shown[1][0] == "--capacity-factor 0.5" and float(shown[1][4][:-1]) >= 50
+    for words in shown[1:]:
+        gap = float(words[1]) - float(shown[0][1])
+        assert float(words[5]) == pytest.approx(gap, abs=0.0011)
+    lines = out.splitlines()
+    assert [line for line in lines if line[1:3] == "/6"] == [
         f"{number}/6 {name}"
         for number, name in enumerate(
             ["--capacity-factor 2", "--capacity-factor 0.5", "--deterministic"] * 2, 1
@@ -69,6 +80,7 @@ def test_a_contender_that_fails_leaves_the_rows_of_all(tmp_path, capfd):
     # Also those that fail print the line of their last step, with what it dropped.
     lines = [line for line in found.out.splitlines() if line.startswith("step ")]
     assert lines and all(" | dropped " in line for line in lines)
+    assert found.out.count("  failed\n") == 2
 
 
 @pytest.mark.parametrize(("ended", "line"), [((1, 3), "1 of 3 failed: 2/3 --seed 1\n"), ((3,), "")])
@@ -107,15 +119,56 @@ def test_a_run_that_is_stopped_leaves_what_it_had(tmp_path, capfd, number):
     assert capfd.readouterr().out.endswith(f"\nended early: 2 of 9 steps are in {path}\n")
 
 
-@pytest.mark.parametrize(("losses", "code"), [([5, 3, 5], 0), ([4, 5], 1), ([5], 0)])
-def test_train_says_whether_the_loss_fell(monkeypatch, capsys, losses, code):
-    rows: Any = [SimpleNamespace(loss=loss) for loss in losses]
-    outcome = Outcome(rows=rows, evaluations={})
-    monkeypatch.setattr(command, "_start", lambda runs: outcome)
+SUMMARY = Summary(
+    num_steps=400,
+    first_loss=5.0,
+    loss=4.0,
+    held_out=None,
+    ms=100.0,
+    tokens_per_s=10_240.0,
+    dropped=0.0,
+    recomputed=0.00034,
+    gib=None,
+    seconds=58.4,
+)
+
+
+@pytest.mark.parametrize(("loss", "code"), [(4.0, 0), (5.5, 1), (None, 0)])
+def test_train_ends_with_what_it_found_and_the_next_commands(monkeypatch, capsys, loss, code):
+    summary = replace(SUMMARY, loss=loss)
+    monkeypatch.setattr(command, "_start", lambda runs: [summary])
     assert command.train(read(["--device", "cpu"])) == code
-    verb = ("fell from 5.00 to 4.00", "did not fall: it went from 4.00 to 5.00")[code]
-    line = f"loss {verb} (mean of the last lines, at most ten)\n"
-    assert capsys.readouterr().out == (line if len(losses) > 1 else "")
+    if loss is None:
+        assert capsys.readouterr().out == ""
+        return
+    verb = ("fell from 5.00 to 4.00", "did not fall: it went from 5.00 to 5.50")[code]
+    _, found, _, *steps = capsys.readouterr().out.splitlines()
+    assert found == (
+        f"Loss {verb} (mean of the last ten steps) in 400 steps and 58 seconds; 10,240 tokens/s; "
+        "0 % of the rows dropped; 0.03 % recomputed in backward."
+    )
+    assert [re.split("  +", step)[2] for step in steps] == [
+        "padded-dispatch compare --vs --vs --dispatcher allgather",
+        "padded-dispatch train --trace traces && padded-dispatch tune traces",
+        "two flags: see the README, 'Use it in Megatron'",
+    ]
+    for words in (step.split("padded-dispatch ")[1].split() for step in steps[:2]):
+        assert words[0] != "compare" or read_compare(words[1:])
+
+
+def test_compare_gives_each_contender_a_curve(tmp_path):
+    board = tmp_path / "board"
+    with only_worker():
+        flags = f"{SMALL} --eval-every 2 --tensorboard {board} --vs --vs --dispatcher allgather"
+        assert compare(flags) == 0
+    assert [path.name for path in sorted(board.iterdir())] == [
+        "1 padded_alltoall",
+        "2 --dispatcher allgather",
+    ]
+    events = EventAccumulator(str(board / "1 padded_alltoall")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2]
+    assert events.Scalars("loss")[0].value == pytest.approx(5.6, abs=0.2)
+    assert {"dropped", "recomputed", "held-out loss"} <= set(events.Tags()["scalars"])
 
 
 @pytest.mark.parametrize(
