@@ -11,8 +11,9 @@ call is one run of one layer in a pass; it has n rows:
                           unless a later call still has rows
 
 A call that finds the stack full overwrites the last rows of earlier calls. Backward recomputes
-these from the tokens, which the earlier calls keep, so nothing is lost. If a single call has more
-than M rows, a water level drops some (`kernels.layout`); that takes more than five ranks.
+these from the tokens, which the earlier calls keep or send again, so nothing is lost. If a single
+call has more than M rows, a water level drops some (`kernels.layout`); that takes more than five
+ranks.
 
 The host never reads base and top. It tracks which calls have rows in which stack: a call takes the
 stack that an earlier call of its pass used last, else a stack without rows. A pass that breaks off
