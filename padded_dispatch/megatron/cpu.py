@@ -2,13 +2,13 @@
 
 Megatron-Core 0.16.1 to 0.20 asks for the current CUDA device, for CUDA streams and for the CUDA
 random state in places where a CPU would do as well. Inside `megatron_on_cpu()` tensors that are
-meant for "cuda" are made on the CPU, streams and profiler ranges do nothing, and the CPU's
-generator stands in for CUDA's.
+meant for "cuda" are made on the CPU, streams and profiler ranges do nothing, the CPU's generator
+stands in for CUDA's, and tensors have the names of types that Megatron's optimizer accepts.
 
 Three things still need a GPU: Transformer Engine's layers (use the local spec with
-`moe_grouped_gemm=False`); Megatron's optimizer and distributed checkpoints; tensor parallelism in a
-whole model, because MoE layers train under it with sequence parallelism only, which the local layer
-norm rejects.
+`moe_grouped_gemm=False`); Megatron's distributed checkpoints; tensor parallelism in a whole model,
+because MoE layers train under it with sequence parallelism only, which the local layer norm
+rejects.
 """
 
 import logging
@@ -73,6 +73,17 @@ def _is_cuda(value: Any = None) -> bool:
     return isinstance(value, int | str | torch.device) and torch.device(value).type == "cuda"
 
 
+def _type_on_gpus(tensor: torch.Tensor, *to: Any, **how: Any) -> Any:
+    """Return the name of a tensor's type on a GPU; Megatron's optimizer accepts no others."""
+    if to or how:
+        return _type(tensor, *to, **how)
+    names = {torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}
+    return f"torch.cuda.{names.get(tensor.dtype, 'FloatTensor')}"
+
+
+_type = torch.Tensor.type
+
+
 def check_device() -> None:
     """Raise if Megatron can run on no device here.
 
@@ -106,6 +117,7 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.cuda, "Stream", _Stream),
         (torch.cuda, "Event", _Stream),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
+        (torch.Tensor, "type", _type_on_gpus),
         (torch.cuda.nvtx, "range_push", lambda name: 0),
         (torch.cuda.nvtx, "range_pop", lambda: 0),
         (torch.cuda, "stream", lambda stream: nullcontext()),

@@ -2,12 +2,18 @@
 
 import pytest
 import torch
-from megatron.core.tensor_parallel import random
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import (
+    random,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from padded_dispatch.megatron.cpu import check_device, megatron_on_cpu
+from tests.support import tiny
 
 PATCHED = {
     torch.cuda: ("current_device", "synchronize", "Stream", "stream", "current_stream"),
@@ -43,6 +49,28 @@ def test_leaving_restores_everything(monkeypatch):
         raise RuntimeError("inside")
     assert all(a is b for a, b in zip(attributes(), before, strict=True))
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_megatrons_optimizer_steps(distributed):
+    """With its defaults: it clips gradients, and asks for tensors' types by their names on GPUs."""
+    with tiny.one_process():
+        model = tiny.padded_layer(experts="packed")
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+        chunk = DistributedDataParallel(model.config, ddp, model)
+        for parameter in chunk.parameters():  # As Megatron-LM's training does.
+            set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        given = OptimizerConfig(optimizer="adam", lr=0.5, use_distributed_optimizer=distributed)
+        optimizer = get_megatron_optimizer(given, [chunk])
+        before = {name: one.detach().clone() for name, one in model.named_parameters()}
+        chunk.zero_grad_buffer()
+        model(tiny.tokens(6))[0].square().sum().backward()
+        chunk.finish_grad_sync()
+        stepped, norm, _ = optimizer.step()
+        sums = [one.main_grad.double().square().sum() for one in model.parameters()]
+        assert stepped and norm == pytest.approx(torch.stack(sums).sum().sqrt().item())
+        assert all(not torch.equal(one, before[name]) for name, one in model.named_parameters())
+        assert torch.ones(1).type(torch.float64).dtype == torch.float64
 
 
 def test_inside_and_outside_are_told_apart(monkeypatch):

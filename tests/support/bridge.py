@@ -29,10 +29,9 @@ def main() -> None:
                 if hasattr(module, has):  # There is a stand-in alone.
                     setattr(module, has, None)
         from padded_dispatch.megatron import megatron_on_cpu
-        from tests.support.gpt import types_of_gpus
 
         sizes = bridge_run.Sizes(layers=2, seq_length=32, vocab=512, tiny=True)
-        with megatron_on_cpu(), types_of_gpus():
+        with megatron_on_cpu():
             bridge_run.work(name, sizes, Path(folder) / name)
 
 

@@ -1,7 +1,7 @@
 """What trainings of a small GPT share: chunks in Megatron's DDP, optimizer, microbatch."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -143,7 +143,7 @@ def _without_last_bias(model: Any) -> None:
 
 
 def megatron_adam(chunks: list[Any], ddp: DistributedDataParallelConfig) -> Any:
-    """Return Megatron's Adam; on a CPU it needs `types_of_gpus`, and steps are long.
+    """Return Megatron's Adam; on a CPU steps are long.
 
     In fp16 the scale of losses starts too high, is halved after each step that overflows, and is
     doubled after each other one.
@@ -163,18 +163,6 @@ def megatron_adam(chunks: list[Any], ddp: DistributedDataParallelConfig) -> Any:
         overlap_param_gather=ddp.overlap_param_gather,
     )
     return get_megatron_optimizer(optimizer, chunks)
-
-
-def types_of_gpus() -> AbstractContextManager[Any]:
-    """Name tensors' types as on GPUs inside the block; Megatron's optimizer accepts no others."""
-
-    def of(tensor: Tensor, *dtype: torch.dtype) -> Any:
-        if dtype:
-            return tensor.to(*dtype)
-        names = {torch.float16: "HalfTensor", torch.bfloat16: "BFloat16Tensor"}
-        return f"torch.cuda.{names.get(tensor.dtype, 'FloatTensor')}"
-
-    return patch.object(Tensor, "type", of)
 
 
 def loss_scaling(optimizer: Any) -> dict[str, Tensor]:

@@ -58,7 +58,6 @@ from tests.support.gpt import (
     megatron_adam,
     model_inputs,
     sequence_parallel_norms,
-    types_of_gpus,
 )
 from tests.support.graph_protocol import cuda_graphs_on_cpu
 from tests.support.machines import ranks_on
@@ -279,7 +278,6 @@ def world(*models: Model) -> Iterator[None]:
                 stack.enter_context(cuda_graphs_on_cpu())
             if model.tp > 1:
                 stack.enter_context(sequence_parallel_norms())
-            stack.enter_context(types_of_gpus())
         batches = model.microbatches * model.batch * model.dp
         init_num_microbatches_calculator(dist.get_rank(), None, batches, model.batch, model.dp)
         stack.callback(unset_num_microbatches_calculator)
