@@ -17,12 +17,11 @@ USERS["OMP_NUM_THREADS"] = "1"
 
 
 def our_words(stderr: str) -> str:
-    """Remove known warnings: torch's about a CUDA compiler without a GPU, Python 3.12's when it
-    compiles Megatron, and Megatron 0.19's about its GPTModel."""
+    """Remove known warnings: torch's about a CUDA compiler without a GPU, and Python 3.12's when it
+    compiles Megatron."""
     theirs = (
         r"^W\d{4} .*torch/utils/cpp_extension.*\n",
         r"^.*/megatron/.*SyntaxWarning.*\n  .*\n",
-        r"^GPTModel IS DEPRECATED\. .*\n",
     )
     return re.sub("|".join(theirs), "", stderr, flags=re.MULTILINE)
 

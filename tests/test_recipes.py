@@ -110,9 +110,10 @@ def value_of(words: list[str]) -> Any:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_torchrun_and_the_launcher_take_their_words(name, tmp_path):
     torchrun, launcher = expand(name, tmp_path)
-    given = get_args_parser().parse_args([*torchrun, "pretrain_gpt.py"])
+    wanted = "pretrain_hybrid.py" if name == "hybrid" else "pretrain_gpt.py"
+    given = get_args_parser().parse_args([*torchrun, wanted])
     options, script, arguments = read(launcher)
-    assert script == "pretrain_gpt.py"
+    assert script == wanted
     assert options.trace == ("traces" if name == "trace" else None)
     flags = flags_of(arguments)
     assert flags["moe_token_dispatcher_type"] == ["padded_alltoall"]

@@ -40,6 +40,9 @@ FUSED_SWIGLU_CLAMPS = found("fusions.fused_bias_swiglu.clamped_swiglu") is not N
 # replay restores that flag, and only if the config has `gradient_accumulation_fusion`.
 LOCAL_GRAPHS_ADD_GRADIENTS = _IS_19
 
+# The model of attention and MoE layers, each a layer of its own; 0.19 calls GPTModel deprecated.
+HYBRID_MODEL = found("models.hybrid.hybrid_model.HybridModel") if _IS_19 else None
+
 # The modules with the training loops of Megatron-LM and Megatron-Bridge, which a script imports.
 MEGATRON_LM = "megatron.training.training"
 BRIDGE = "megatron.bridge.training.train"

@@ -111,6 +111,8 @@ def megatron_on_cpu() -> Iterator[None]:
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    from padded_dispatch.megatron.compat import found
+
     replacements = (
         (torch.cuda, "current_device", lambda: _CPU),
         (torch.cuda, "synchronize", lambda device=None: None),
@@ -134,6 +136,7 @@ def megatron_on_cpu() -> Iterator[None]:
         # The norm after the last layer. Layer specs do not name it; Megatron takes Transformer
         # Engine's if that is installed.
         (transformer_block, "LayerNormImpl", WrappedTorchNorm),
+        (found("models.hybrid.hybrid_block"), "TENorm", WrappedTorchNorm),
         # It warns whenever a draw from the "CUDA" generator changes the CPU's.
         (logging.getLogger(random.__name__), "disabled", True),
         # 0.20 tests for classes that are no classes without Transformer Engine.
@@ -142,5 +145,6 @@ def megatron_on_cpu() -> Iterator[None]:
     # Megatron compiles some functions of a few lines; a laptop may have no C++ compiler.
     with Patches() as patches, _CudaMeansCpu(), torch.compiler.set_stance("force_eager"):
         for owner, name, value in replacements:
-            patches.set(owner, name, value)
+            if owner is not None:  # 0.16 and 0.17 have no hybrid stack.
+                patches.set(owner, name, value)
         yield

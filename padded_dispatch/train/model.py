@@ -1,11 +1,13 @@
 """The model: Megatron-Core's GPT, wrapped for data parallelism, and its optimizer.
 
-There is one chunk per (virtual) pipeline stage. On GPUs it runs in bf16 with Transformer Engine's
-layers and grouped experts, and Megatron's distributed optimizer; on CPUs in fp32 with Megatron's
-local layers, one expert after the other, and PyTorch's AdamW.
+There is one chunk per (virtual) pipeline stage. From 0.19 on it is a HybridModel: attention and
+experts are layers of their own, so Megatron counts twice as many. On GPUs it runs in bf16 with
+Transformer Engine's layers and grouped experts, and Megatron's distributed optimizer; on CPUs in
+fp32 with Megatron's local layers, one expert after the other, and PyTorch's AdamW.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -26,11 +28,16 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from torch import Tensor
 
 from padded_dispatch.config import FIT
-from padded_dispatch.megatron.compat import found, iteration_graph, layer_graphs
+from padded_dispatch.megatron.compat import HYBRID_MODEL, found, iteration_graph, layer_graphs
 from padded_dispatch.megatron.installer import install, uninstall
 from padded_dispatch.train.settings import VOCABULARY, Settings
 
@@ -61,7 +68,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
     else:  # An earlier contender may have installed it.
         uninstall()
     return TransformerConfig(
-        num_layers=recipe.num_layers,
+        **_num_layers(settings),
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_heads,
         num_query_groups=model.num_kv_groups,
@@ -105,13 +112,17 @@ def build_chunks(settings: Settings, config: TransformerConfig) -> list[Any]:
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=on_gpu
     )
+    build: Any = functools.partial(GPTModel, config, spec := _layer_spec(settings))
+    if HYBRID_MODEL is not None:
+        pattern = layer_pattern(settings)
+        build = functools.partial(
+            HYBRID_MODEL, config, hybrid_stack(spec), hybrid_layer_pattern=pattern
+        )
     chunks = []
     for stage in range(settings.layout.vpp or 1):
         vp_stage = stage if settings.layout.vpp else None
         where = {"ignore_virtual": False, "vp_stage": vp_stage}
-        model = GPTModel(
-            config,
-            _layer_spec(settings),
+        model = build(
             vocab_size=VOCABULARY,
             max_sequence_length=settings.recipe.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -163,6 +174,36 @@ def _layer_spec(settings: Settings) -> Any:
     if settings.layout.device == "cuda":
         return get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **options)
     return get_gpt_layer_local_spec(normalization="RMSNorm", **options)
+
+
+def _num_layers(settings: Settings) -> dict[str, Any]:
+    if HYBRID_MODEL is None:
+        return {"num_layers": settings.recipe.num_layers}
+    return {"num_layers": 2 * settings.recipe.num_layers, "is_hybrid_model": True}
+
+
+def layer_pattern(settings: Settings) -> str:
+    """Return the pattern of a HybridModel, with a bar between (virtual) pipeline stages."""
+    stages = settings.layout.pp * (settings.layout.vpp or 1)
+    return "|".join(["*E" * (settings.recipe.num_layers // stages)] * stages)
+
+
+def hybrid_stack(layer: Any) -> Any:
+    """Return the spec of a hybrid stack of the two halves of a GPT layer, whose spec is given."""
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+    def without(*names: str) -> Any:
+        absent = {name: getattr(TransformerLayerSubmodules(), name) for name in names}
+        return dataclasses.replace(layer.submodules, **absent)
+
+    attention = without("pre_mlp_layernorm", "mlp", "mlp_bda")
+    experts = without("input_layernorm", "self_attention", "self_attn_bda")
+    submodules = HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=experts),
+    )
+    return ModuleSpec(module=HybridStack, submodules=submodules)
 
 
 def _activation(settings: Settings) -> dict[str, Any]:

@@ -33,6 +33,7 @@ WHOLE, PARTIAL = ("attn", "moe"), ("attn", "moe_router", "moe_preprocess")
 VERSION = (package_info.MAJOR, package_info.MINOR)
 
 EAGER = "replay equals eager training"
+HYBRID = "a HybridModel trains as its GPTModel"
 RETRY = "repeated steps equal training that never drops"
 OVERLAP = "the combined schedule equals the plain one"
 MEMORY = "memory is flat"
@@ -111,6 +112,7 @@ class Row:
 def table() -> list[Row]:
     """Return all rows, those with few ranks first."""
     rows = [*_replayed(), *_retried(), *_overlapped(), *_quantized(), *_flat()]
+    rows += [*_hybrid()] if VERSION >= (0, 19) else []
     rows += [*_in_flight(), *_generating(), *_at_parity(), *_stored_directly(), *_across_hosts()]
     assert len({(row.check, row.name) for row in rows}) == len(rows), "each row has its own name"
     return sorted(rows, key=lambda row: row.ranks)
@@ -278,6 +280,43 @@ def _masked() -> Iterator[Row]:
         name = f"masks, CP2/EP2, {'+'.join(scopes)}"
         parts: dict[str, Any] = {"ranks": 2, "cp": 2, "ep": 2, "seq": 8, "masked": True}
         yield _replay(name, scopes=scopes, **parts)
+
+
+def _hybrid() -> Iterator[Row]:
+    """Yield trainings of HybridModels, of attention and MoE layers, beside their GPTModels."""
+    two: dict[str, Any] = {"ranks": 2}
+    deep: dict[str, Any] = {"ranks": 2, "pp": 2, "microbatches": 4}
+    # Megatron logs the losses of routers of a HybridModel's multi-token prediction elsewhere.
+    later: dict[str, Any] = {"mtp_num_layers": 1, "moe_router_load_balancing_type": "none"}
+    later |= {"moe_z_loss_coeff": None}
+    repeats: dict[str, Any] = {"factor": 0.5, "options": {"on_overflow": "retry"}, "counts": False}
+    repeats["gpu"] = {"options": {"experts": "packed", "capacity_pool": "expert"}}
+    for name, pattern, case in (
+        ("EP1", "*E*E", {}),
+        ("EP2", "*E*E", {"ep": 2, **two}),
+        ("TP2/EP2", "*E*E", {"tp": 2, "ep": 2, **two}),
+        ("PP2", "*E|*E", deep),
+        ("PP2/VPP2", "*E|*E|*E|*E", {"vpp": 2, "num_layers": 4, **deep}),
+        ("multi-token prediction", "*E*E/*E", {"fields": later}),
+        ("masks", "*E*E", {"masked": True}),
+        ("recompute of moe", "*E*E", {"fields": RECOMPUTE}),
+        ("recompute of layers", "*E*E", {"fields": _FULL}),
+        ("repeated steps", "*E*E", repeats),
+    ):
+        ways: dict[str, Any] = {"GPTModel": {}, "HybridModel": {"pattern": pattern}}
+        yield _trained(HYBRID, name, ways, **case)
+    for name, graph, case in (
+        ("attn+moe", "layer", {"cpu": True}),
+        ("attn+moe, masks", "layer", {"masked": True}),
+        ("attn+moe, EP2", "layer", {"ep": 2, **two}),
+        ("attn+moe, PP2", "layer", {**deep, "pattern": "*E|*E"}),
+        ("attn+moe, multi-token prediction", "layer", {"pattern": "*E*E/*E"}),
+        ("attn+moe, Megatron's helper", "helper", {}),
+        ("attn+moe_router+moe_preprocess", "layer", {"scopes": PARTIAL}),
+        ("iterations", "iteration", {}),
+    ):
+        yield _replay(f"HybridModel, graphs of {name}", graph, **{"pattern": "*E*E", **case})
+    yield _retry("HybridModel, layer graphs", "layer", cpu=False, pattern="*E*E")
 
 
 def _retry(name: str, graph: str = "none", **changes: Any) -> Row:

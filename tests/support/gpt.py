@@ -1,5 +1,6 @@
 """What trainings of a small GPT share: chunks in Megatron's DDP, optimizer, microbatch."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from padded_dispatch.megatron.compat import HYBRID_MODEL
+from padded_dispatch.train.model import hybrid_stack
 from tests.support import tiny
 
 # So high that some gradients of the first steps overflow in fp16.
@@ -32,7 +35,8 @@ LOSS_SCALE = 2.0**18
 class Sizes:
     """A small GPT, where it runs, and how ranks share it.
 
-    `machines`: a letter for the machine of each rank; "" for one machine.
+    `machines`: a letter for the machine of each rank; "" for one machine. `pattern`: of a
+    HybridModel in place of a GPTModel.
     """
 
     device: str = "cpu"
@@ -46,6 +50,7 @@ class Sizes:
     ep: int = 1
     etp: int = 1
     num_layers: int = 2
+    pattern: str = ""
     hidden: int = 16
     heads: int = 2
     ffn: int = 24
@@ -90,11 +95,20 @@ class Sizes:
             "fp16": self.dtype == torch.float16,
             **self.groups,
         }
+        if self.pattern:
+            layers, *later = self.pattern.split("/")
+            fields |= {"num_layers": len(layers.replace("|", "")), "is_hybrid_model": True}
+            fields |= {"mtp_num_layers": len(later)} if later else {}
         return tiny.config(dispatcher, **fields | more)
 
 
 def ddp_chunks(
-    config: TransformerConfig, ddp: DistributedDataParallelConfig, *, vocab: int, seq: int
+    config: TransformerConfig,
+    ddp: DistributedDataParallelConfig,
+    *,
+    vocab: int,
+    seq: int,
+    pattern: str = "",
 ) -> list[Any]:
     """Build this rank's chunks, each in Megatron's DDP; on GPUs, if there are any."""
     on_gpu, vpp = not config.use_cpu_initialization, config.virtual_pipeline_model_parallel_size
@@ -108,7 +122,12 @@ def ddp_chunks(
         mtp = None
         if config.mtp_num_layers:
             mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=on_gpu)
-        model: Any = GPTModel(
+        kind, more = GPTModel, {"mtp_block_spec": mtp}
+        if pattern:
+            kind, more = HYBRID_MODEL, {"hybrid_layer_pattern": pattern}
+            spec = hybrid_stack(spec.layer_specs[0])
+            spec.submodules.mtp_block_spec = mtp
+        model: Any = kind(
             config,
             spec,
             vocab_size=vocab,
@@ -116,8 +135,8 @@ def ddp_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
             position_embedding_type="rope",
-            mtp_block_spec=mtp,
             vp_stage=vp_stage,
+            **more,
         )
         if not on_gpu:
             _without_last_bias(model)
@@ -133,6 +152,19 @@ def ddp_chunks(
         no_sync = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = no_sync if vpp else no_sync[0]
     return chunks
+
+
+def gpt_name(name: str) -> str:
+    """Return the name in a GPTModel of what a HybridModel of "*E*E" has in layer 2 i or 2 i + 1."""
+
+    def of_pair(layer: re.Match[str]) -> str:
+        return f"decoder.layers.{int(layer[1]) // 2}."
+
+    name = name.replace("mtp_model_layer.layers.0.", "mtp_model_layer.")
+    name = name.replace("mtp_model_layer.layers.1.", "mtp_model_layer.")
+    return re.sub(r"decoder\.layers\.(\d+)\.", of_pair, name).replace(
+        "final_norm", "final_layernorm"
+    )
 
 
 def _without_last_bias(model: Any) -> None:

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from padded_dispatch.megatron import LayerGraphs, StepHooks
 from padded_dispatch.megatron.compat import (
+    forget_moe_state,
     iteration_graph,
     layer_graphs,
     logged_tensors,
@@ -53,6 +54,7 @@ from tests.support import tiny
 from tests.support.gpt import (
     Sizes,
     ddp_chunks,
+    gpt_name,
     loss_scaling,
     mean_loss,
     megatron_adam,
@@ -301,6 +303,7 @@ class Training:
 
     def __init__(self, model: Model, **options: Any) -> None:
         self.model = model
+        forget_moe_state()  # A HybridModel has more layers.
         model_parallel_cuda_manual_seed(SEED, te_rng_tracker=model.on_gpu, force_reset_rng=True)
         torch.manual_seed(SEED)
         random.seed(SEED)
@@ -315,11 +318,14 @@ class Training:
                 **model.ddp,
             }
         )
-        self.chunks = ddp_chunks(self.config, ddp, vocab=model.vocab, seq=model.seq)
+        sizes: dict[str, Any] = {"vocab": model.vocab, "seq": model.seq}
+        self.chunks = ddp_chunks(self.config, ddp, pattern=model.pattern, **sizes)
         for module in (module for chunk in self.chunks for module in chunk.modules()):
             if isinstance(module, layers.ColumnParallelLinear):
                 module.gradient_accumulation_fusion = False
         self.moe = list(padded_moe_layers(self.chunks).items())
+        if model.pattern:  # Count as in a GPTModel.
+            self.moe = [((number + 1) // 2, layer) for number, layer in self.moe]
         if model.never_drops:
             for _, layer in self.moe:
                 configs = layer.token_dispatcher.configs
@@ -392,7 +398,8 @@ class Training:
             self.random = RandomStates()
             self._logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
             results |= {f"the loss of pass {i}": r["loss"].clone() for i, r in enumerate(reports)}
-            results |= {f"logged {name}": tensor for name, tensor in self._logged.items()}
+            # Those of layers with experts.
+            results |= {f"logged {name}": sums[sums != 0] for name, sums in self._logged.items()}
             results |= {
                 f"the gradient of {name}": parameter.main_grad.clone()
                 for name, parameter in self._parameters()
@@ -401,7 +408,7 @@ class Training:
             results |= {name: parameter.data for name, parameter in self._parameters()}
             for index, chunk in enumerate(self.chunks):
                 buffers = chunk.module.named_buffers()
-                results |= {f"{name} of chunk {index}": buffer for name, buffer in buffers}
+                results |= {f"{self._named(n)} of chunk {index}": each for n, each in buffers}
             for layer_number, layer in self.moe:
                 counters = layer.token_dispatcher.counters
                 if self.model.counts:
@@ -489,7 +496,10 @@ class Training:
     def _parameters(self) -> Iterator[tuple[str, Any]]:
         for index, chunk in enumerate(self.chunks):
             for name, parameter in chunk.module.named_parameters():
-                yield f"{name} of chunk {index}", parameter
+                yield f"{self._named(name)} of chunk {index}", parameter
+
+    def _named(self, name: str) -> str:
+        return gpt_name(name) if self.model.pattern else name
 
     @torch.no_grad()
     def _make_idle(self, number: int) -> None:

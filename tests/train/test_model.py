@@ -1,22 +1,31 @@
 """The learning rate, Adam over the gradients of Megatron's DDP, fields for graphs and fusions."""
 
 import dataclasses
+import importlib
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from padded_dispatch.megatron import padded_spec
+from padded_dispatch.megatron.compat import HYBRID_MODEL
 from padded_dispatch.train.model import (
     build_optimizer,
     fp8_fields,
     fusions,
     graph_fields,
+    hybrid_stack,
+    layer_pattern,
     learning_rate,
 )
 from padded_dispatch.train.settings import PRESETS, Settings
+from tests.support import tiny
 from tests.support.tiny import parse
 
 SCOPES = (
@@ -129,3 +138,63 @@ def test_fusions_are_on_for_all_contenders_where_they_exist():
         settings = dataclasses.replace(settings, model=model or settings.model)
         assert fusions(settings) == dict(zip(names, expected, strict=True))
     assert fusions(parse(["--device", "cpu", "--workers", "2"])) == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pattern"),
+    [
+        ([], "*E*E"),
+        (["--pp", "2"], "*E|*E"),
+        (["--pp", "2", "--vpp", "2", "--num-layers", "8"], "*E*E|*E*E|*E*E|*E*E"),
+    ],
+)
+def test_a_pattern_has_a_bar_between_stages(sizes, pattern):
+    assert layer_pattern(parse(["--device", "cpu", "--workers", "2", *sizes])) == pattern
+
+
+def _model(kind: Any, experts: str, seed: int) -> Any:
+    """Return a model of two GPT layers, whose weights depend on the seed."""
+    torch.manual_seed(seed)
+    fields: dict[str, Any] = {"num_layers": 2, "experts": experts}
+    given: dict[str, Any] = {"vocab_size": 32, "max_sequence_length": 8}
+    given["position_embedding_type"] = "rope"
+    spec = padded_spec(tiny.layer_spec())
+    if kind is GPTModel:
+        return kind(tiny.config(**fields), spec, **given).eval()
+    fields |= {"num_layers": 4, "is_hybrid_model": True}
+    stack = hybrid_stack(spec)
+    return kind(tiny.config(**fields), stack, hybrid_layer_pattern="*E*E", **given).eval()
+
+
+def _logits(model: Any) -> Any:
+    ids, future = torch.arange(8)[None], torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        return model(ids, ids, future)
+
+
+@pytest.mark.skipif(HYBRID_MODEL is None, reason="Megatron's GPTModel is not deprecated")
+@pytest.mark.parametrize("experts", ["packed", "module"])
+def test_a_checkpoint_of_a_gpt_model_goes_on_in_a_hybrid_model(tmp_path, experts):
+    """By Megatron's own translation, and from there to the other kind of experts."""
+    with tiny.one_process():
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        interop: Any = importlib.import_module(
+            "megatron.core.dist_checkpointing.gpt_checkpoint_interop"
+        )
+        gpt, hybrid = _model(GPTModel, experts, 1), _model(HYBRID_MODEL, experts, 2)
+        last = _model(HYBRID_MODEL, {"packed": "module", "module": "packed"}[experts], 3)
+        wanted = _logits(gpt)
+        assert not torch.equal(_logits(hybrid), wanted)
+        for source, target, folder in (
+            (gpt, hybrid, tmp_path / "1"),
+            (hybrid, last, tmp_path / "2"),
+        ):
+            folder.mkdir()
+            dist_checkpointing.save(source.sharded_state_dict(), str(folder))
+            sharded = target.sharded_state_dict()
+            if source is gpt:
+                layers = interop.gpt_compatible_layer_maps("*E*E")
+                interop.retarget_sharded_state_dict_to_gpt_checkpoint(sharded, layers)
+            target.load_state_dict(dist_checkpointing.load(sharded, str(folder)))
+        assert torch.equal(_logits(hybrid), wanted)
+        torch.testing.assert_close(_logits(last), wanted, rtol=1e-5, atol=1e-5)
