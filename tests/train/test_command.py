@@ -184,8 +184,9 @@ def test_compare_gives_each_contender_a_curve(tmp_path):
             "^--trace must be left out of compare, .*, got 'traces'; keep figures with --out$",
         ),
         (
-            "--vs --padded-layer-factors 1:2,3:2",
-            "^--padded-layer-factors must name .* from 1 to 2, ",
+            "--vs --padded-layer-factors 1:2,5:2",
+            # A HybridModel counts attention, too.
+            "^--padded-layer-factors must name .* from 1 to [24], .*leave out layer 5$",
         ),
         (
             "--text SHORT --vs",
