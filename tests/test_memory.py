@@ -4,12 +4,15 @@
 `tests/exchange/test_direct.py` with allocations.
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from padded_dispatch.config import NO_DROP, DispatchConfig, StoreSizes
 from padded_dispatch.memory import LayerMemory, aligned, gib
+from padded_dispatch.utils.shapes import SHAPES
 
 # D = 2,048, F = 768, in bf16: a row of a store, and a token.
 ROW, TOKEN, T, K = 2 * 2 * 768 + 12, 2 * 2048, 4096, 8
@@ -115,3 +118,42 @@ def test_temporaries():
     assert railed.temporaries(1000, 768) == 3 * 2 * token
     inside = qwen3(num_ranks=16, num_hosts=2, direct=False)
     assert inside.temporaries(1000, 768) == (3 * 16 + 2) * token
+
+
+def measured() -> list[dict[str, Any]]:
+    """Return measured peaks of one layer over direct writes, with weights that are few."""
+    path = Path(__file__).parents[1] / "notebooks" / "results" / "ranks.json"
+    rows = json.loads(path.read_text())["runs"][-1]["rows"]
+    return [row for row in rows if row["wire"] == "direct" and row["ranks"] >= 8]
+
+
+@pytest.mark.parametrize(
+    "row", measured(), ids=lambda row: f"{row['model']} {row['ranks']} {row['tokens']}"
+)
+def test_peaks_that_a_gpu_measured(row: dict[str, Any]):
+    """To 0.01 GiB, of `notebooks/ranks.py`: it makes up the tokens and plans of all sources."""
+    shape, ranks, num_tokens = SHAPES[row["model"]], row["ranks"], row["tokens"]
+    config = DispatchConfig(
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        capacity_factor=1.25,
+        capacity_pool="store",
+        num_ranks=ranks,
+    )
+    layer = LayerMemory(
+        config=config,
+        num_tokens=num_tokens,
+        hidden_size=shape.hidden_size,
+        fc1_width=2 * shape.ffn_size,
+        direct=True,
+    )
+    buffers, num_rows = layer.buffers, StoreSizes.of([config], num_tokens).num_rows
+    assert buffers is not None and layer.sends_again == row["sends_again"]
+    weights = 3 * config.num_local_experts * shape.hidden_size * shape.ffn_size * 2
+    # Tokens of all sources; this rank's input, output and gradient; rows at home.
+    made = (ranks + 3) * num_tokens * layer.token_bytes + buffers.plans + buffers.home_rows
+    # With many weights the most is where tokens are spread for the second of their gradients.
+    last = num_rows * layer.token_bytes + weights
+    most = max(layer.temporaries(num_rows, shape.ffn_size), last)
+    found = weights + made + layer.kept(1) + most
+    assert abs(found / 2**30 - row["gib"]) < 0.015
