@@ -107,56 +107,37 @@ def test_the_way_that_a_plan_assumes():
     assert way(pool="cells") == (True, 1)
 
 
-def test_the_command(capsys):
-    assert cli.main(["tune", "--plan", "deepseek-v3", "--ep", "64", "--store-layers", "15"]) == 0
-    printed = capsys.readouterr().out
+@pytest.fixture
+def tune(capsys):
+    """Run the command; return its words."""
+
+    def run(flags: str) -> str:
+        assert cli.main(["tune", *flags.split()]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    return run
+
+
+def test_the_command(tune):
+    words = tune("--plan deepseek-v3 --ep 64 --store-layers 15")
     plan = plan_of("deepseek-v3", ep=64, store_layers=15)
-    assert printed == f"{plan}\n" and max(map(len, printed.splitlines())) <= 80
-    words = " ".join(printed.split())
+    assert words == " ".join(str(plan).split())
+    assert max(map(len, str(plan).splitlines())) <= 80
     assert "bf16. D 7,168, E 256, K 8, F 2,048; EP 64, direct writes; T 4,096, factor" in words
     assert "Y 15, I 1; S 64, P 4,096, N 614,400, M 614,400." in words
     assert "Soft: rows past M, which backward computes again, and tokens of other ranks," in words
     assert "Dropped: rows of one layer past 614,400." in words
     assert "store 132 times. Before an eager call 3,072 bytes come to each, to compare." in words
-    assert (
-        cli.main(
-            [
-                "tune",
-                "--plan=2048,128,8,768,768",
-                "--ep",
-                "16",
-                "--hosts",
-                "2",
-                "--microbatches",
-                "3",
-            ]
-        )
-        == 0
-    )
-    words = " ".join(capsys.readouterr().out.split())
+    words = tune("--plan=2048,128,8,768,768 --ep 16 --hosts 2 --microbatches 3")
     assert "rails between 2 hosts, direct writes inside" in words
     assert "Y 1, I 3; S 8, P 8,192, N 163,840, M 163,840." in words
     row = 163_840 * (768 * 2 + 12) * 3 / 2**30
     assert f"{row:.2f} store: I M (G + 6)" in words
-    cells = [
-        "tune",
-        "--plan",
-        "gpt-oss-120b",
-        "--ep",
-        "32",
-        "--hosts",
-        "4",
-        "--pool",
-        "expert",
-        "--capacity-factor",
-        "1",
-    ]
-    assert cli.main(cells) == 0
-    words = " ".join(capsys.readouterr().out.split())
+    cells = "--pool cells --capacity-factor 1"
+    words = tune(f"--plan gpt-oss-120b --ep 32 --hosts 4 {cells}")
     assert "collectives across 4 hosts" in words
     assert "Dropped: rows of a rank for an expert past 128." in words
-    assert cli.main(["tune", "--plan", "qwen3-30b-a3b", "--ep", "1"]) == 0
-    words = " ".join(capsys.readouterr().out.split())
+    words = tune("--plan qwen3-30b-a3b --ep 1")
     assert "EP 1, no exchange" in words and words.endswith("Dropped: nothing.")
 
 
