@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -27,7 +26,6 @@ from padded_dispatch.megatron.config import NAME, check_config, take_over
 from padded_dispatch.megatron.layer import PaddedMoELayer, build
 from padded_dispatch.megatron.loops import follow_loops
 from padded_dispatch.megatron.options import PaddedOptions, require_options
-from padded_dispatch.megatron.stacked_linear import following_zeros
 from padded_dispatch.utils.logs import log_once
 from padded_dispatch.utils.patches import PATCHED, Patches
 
@@ -53,7 +51,6 @@ def install(options: PaddedOptions | None = None) -> None:
     PATCHED.wrap(TransformerConfig, "__post_init__", _wrap_post_init)
     PATCHED.wrap(MoELayer, "__init__", _wrap_init)
     PATCHED.wrap(_FIELD, "type", lambda names: Literal[(*get_args(names), NAME)])
-    PATCHED.wrap(DistributedDataParallel, "zero_grad_buffer", following_zeros)
     follow_loops()
 
 

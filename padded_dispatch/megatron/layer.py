@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -28,7 +29,8 @@ from padded_dispatch.megatron.cpu import check_device
 from padded_dispatch.megatron.dispatcher import CellTokenDispatcher, PackedTokenDispatcher
 from padded_dispatch.megatron.experts import StackedExperts, chosen_experts
 from padded_dispatch.megatron.router import select_after_counting
-from padded_dispatch.utils.patches import Patches
+from padded_dispatch.megatron.stacked_linear import following_zeros
+from padded_dispatch.utils.patches import PATCHED, Patches
 
 
 def build(
@@ -67,6 +69,7 @@ def build(
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
     if chosen.packed:
+        PATCHED.wrap(DistributedDataParallel, "zero_grad_buffer", following_zeros)
         show_single_experts()
         layer.experts = StackedExperts(config, layer.experts, pg_collection)
         torch.cuda.empty_cache()  # Free the blocks of single weights, which are too small to reuse.
@@ -100,9 +103,9 @@ class _EqualsMoELayer(type(MoELayer)):
 class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
     """`MoELayer` with static shapes and the same arguments, for use without `install()`.
 
-    It patches nothing, unless the config asks for CUDA graphs or the combined schedule: then
-    `guard.install` adds checks before each replay, and hands on padding masks. With Megatron-Bridge
-    packed experts patch two of its methods.
+    `_padded` puts it in front of subclasses of `MoELayer`. If the config asks for CUDA graphs or
+    the combined schedule, `guard.install` adds checks before each replay, and hands on padding
+    masks. Packed experts wrap DDP's `zero_grad_buffer`, and two methods of Megatron-Bridge.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -111,7 +114,9 @@ class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
 
 
 def padded_spec(spec: Any) -> Any:
-    """Return a copy of a Megatron spec in which every `MoELayer` is a `PaddedMoELayer`.
+    """Return a copy of a Megatron spec in which every `MoELayer` is a `PaddedMoELayer`, too.
+
+    A subclass of `MoELayer` keeps what it overrides.
 
     Args:
         spec: the spec of a GPT layer, of a block of layers (`layer_specs`), also of multi-token
@@ -129,12 +134,23 @@ def padded_spec(spec: Any) -> Any:
     return padded
 
 
+def _padded(kind: type) -> type:
+    """Return a class of MoE layers with `PaddedMoELayer` in front of it, which calls its `init`."""
+    if kind is MoELayer or issubclass(kind, PaddedMoELayer):
+        return PaddedMoELayer if kind is MoELayer else kind
+    return _EqualsMoELayer(f"Padded{kind.__name__}", (PaddedMoELayer, kind), {})
+
+
+def _is_moe_layer(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, MoELayer)
+
+
 def _replace(spec: Any) -> Any:
     """Return a copy in which every `MoELayer` is replaced, or `spec` itself if it has none."""
-    if isinstance(spec, functools.partial) and spec.func is MoELayer:
-        return functools.partial(PaddedMoELayer, *spec.args, **spec.keywords)
-    if isinstance(spec, ModuleSpec) and spec.module is MoELayer:
-        return dataclasses.replace(spec, module=PaddedMoELayer)
+    if isinstance(spec, functools.partial) and _is_moe_layer(spec.func):
+        return functools.partial(_padded(spec.func), *spec.args, **spec.keywords)
+    if isinstance(spec, ModuleSpec) and _is_moe_layer(spec.module):
+        return dataclasses.replace(spec, module=_padded(spec.module))
     if isinstance(spec, list | tuple):  # of the layers of a block
         layers = [_replace(layer) for layer in spec]
         return layers if any(map(operator.is_not, layers, spec)) else spec

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.experts import store
 from padded_dispatch.megatron import dispatcher
-from padded_dispatch.megatron.stacked_linear import StackedLinear, following_zeros
+from padded_dispatch.megatron.stacked_linear import StackedLinear
 from padded_dispatch.utils.logs import log_once
 from tests.support import tiny
 from tests.support.machines import ranks_on
@@ -247,14 +247,16 @@ def test_gradients_come_with_backward_where_megatron_delays_them(name):
 
 
 def test_the_first_gradient_of_a_step_is_stored():
-    """Of any number of micro-batches, unless DDP has added one before; NaN stands for zeros."""
+    """Of any number of micro-batches, unless DDP has added one before; NaN stands for zeros.
+
+    Nothing is installed here.
+    """
     made = layer("store", 1.0)
     ddp = DistributedDataParallel(made.config, DistributedDataParallelConfig(), made)
-    zero = following_zeros(DistributedDataParallel.zero_grad_buffer)
     linears = made.experts.linear_fc1, made.experts.linear_fc2
     found = []
     for num_passes, by_ddp in ((1, False), (2, False), (1, True)):
-        zero(ddp)
+        ddp.zero_grad_buffer()
         for linear in linears:
             linear.weight.main_grad.fill_(5 if by_ddp else torch.nan)
             if by_ddp:

@@ -38,6 +38,35 @@ def test_layer_needs_no_install_and_no_config_word():
         assert layer.config.moe_token_dispatcher_type == dispatcher
 
 
+def test_spec_of_a_subclass_of_the_moe_layer():
+    """What it overrides stays; its own constructor runs, and so does a second `padded_spec`."""
+
+    class Doubled(MoELayer):
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            self.factor = 2.0
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output, bias = super().forward(*args, **kwargs)
+            return self.factor * output, bias
+
+    spec = tiny.layer_spec()
+    mlp = spec.submodules.mlp
+    if isinstance(mlp, functools.partial):
+        spec.submodules.mlp = functools.partial(Doubled, *mlp.args, **mlp.keywords)
+    else:
+        mlp.module = Doubled
+    plain = tiny.padded_layer()
+    for padded in (padded_spec(spec), padded_spec(padded_spec(spec))):
+        torch.manual_seed(5)
+        layer = tiny.build(padded.submodules.mlp, tiny.config(experts="module"))
+        layer.set_layer_number(1)
+        assert isinstance(layer, Doubled) and isinstance(layer, PaddedMoELayer)
+        assert isinstance(layer.token_dispatcher, PaddedAlltoAllTokenDispatcher)
+        tokens = tiny.tokens(5)
+        assert torch.equal(layer(tokens)[0], 2 * plain(tokens)[0])
+
+
 def test_block_spec_with_dense_layers_between():
     config = tiny.config(num_layers=3, moe_layer_freq=[0, 1, 1], normalization="RMSNorm")
     spec = padded_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=False))
