@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import matplotlib
@@ -18,7 +17,6 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
 
 from padded_dispatch.bench.report import README_CONDITIONS, markdown, readme_table
 from padded_dispatch.utils.results import kernels
@@ -63,10 +61,12 @@ LOOKS = {
     PARTIAL: GREY,
     DROPLESS: RED,
 }
-# Of a number beside the end of a line, in points, where others take about as long.
-SHIFTS = {"ours, fp8": -9, PARTIAL: -9, PADDED: 8}
-# Steps before it compile, capture, and warm up.
-FIRST_STEP = 21
+TIMED = OURS, PADDED, PARTIAL
+BARS = {
+    OURS: "padded_dispatch",
+    PADDED: "stock drop-and-pad, in the same CUDA graphs",
+    PARTIAL: "stock dropless, graphs of attention and router",
+}
 
 
 def main() -> None:
@@ -116,21 +116,15 @@ def runs_in(name: str) -> list[dict[str, Any]]:
 
 
 def real_table() -> str:
-    """Return the table of real runs in Markdown; of dropless ones the faster, with graphs."""
-    runs, names = real_runs(), [name for name in LOOKS if name != DROPLESS]
-    titles = [f"{DROPLESS}, partial graphs" if name == PARTIAL else name for name in names]
-    lines = []
+    """Return the table of real runs in Markdown: milliseconds, and how many times ours."""
+    runs, lines = real_runs(), []
     for key, title in SHOWN.items():
-        rows = {name: runs[key][name] for name in LOOKS if name in runs[key]}
-        cells = [_figures_of(rows[name]) if name in rows else "" for name in names]
-        lines.append([title, *cells, commits(rows.values())])
-    return markdown(["ms a step; loss; GiB", *titles, "commit"], lines)
-
-
-def _figures_of(row: dict[str, Any]) -> str:
-    """Return the median time, the mean loss of the last ten steps, and the peak of memory."""
-    ms, loss, gib = row["median_ms"], mean(row["loss"][-10:]), row["peak_mib"] / 1024
-    return f"{ms:,.0f}; {loss:.2f}; {gib:.0f}"
+        ms = {name: row["median_ms"] for name, row in runs[key].items()}
+        cells = [f"{ms[name]:,.0f}" if name in ms else "" for name in (*TIMED, "ours, fp8")]
+        ratios = [f"{ms[name] / ms[OURS]:.1f}x" if name in ms else "" for name in TIMED[1:]]
+        lines.append([title, cells[0], cells[3], cells[1], ratios[0], cells[2], ratios[1]])
+    head = ["ms a step", "ours", "ours, fp8", "drop-and-pad", "", "dropless", ""]
+    return markdown(head, lines)
 
 
 def commits(rows: Iterable[dict[str, Any]]) -> str:
@@ -156,40 +150,27 @@ def with_tables(text: str) -> str:
     return text
 
 
-# The plot: milliseconds of the steps of real runs.
+# The plot: median milliseconds of a step of real runs, as bars.
 
 
 def draw_real_run() -> Figure:
-    """Draw the time of each step, one plot per model."""
+    """Draw a bar for each contender, one plot per model, with its time beside that of ours."""
     runs = real_runs()
-    figure, axes = plt.subplots(1, len(SHOWN), figsize=(8.8, 3.1), layout="constrained")
+    figure, axes = plt.subplots(1, len(SHOWN), figsize=(8.8, 2.3), layout="constrained")
     for ax, (key, title) in zip(axes, SHOWN.items(), strict=True):
-        for name, colour in LOOKS.items():
-            if (row := runs[key].get(name)) is None:
-                continue
-            steps = range(FIRST_STEP, len(row["ms"]) + 1)
-            times = row["ms"][FIRST_STEP - 1 :]
-            ax.plot(steps, times, color=colour, linewidth=1.8, label=name)
-            ax.annotate(
-                f"{row['median_ms']:,.0f}",
-                (steps[-1], row["median_ms"]),
-                xytext=(4, SHIFTS.get(name, 1)),
-                textcoords="offset points",
-                fontsize=8,
-                color=colour,
-                annotation_clip=False,
-            )
-        ax.set_title(title.replace(", ", "\n", 1), loc="left", fontsize=10, fontweight="bold")
-        ax.margins(y=0.12)
-        ax.set_ylim(0, None)
-        ax.set_xlim(FIRST_STEP, max(len(row["ms"]) for row in runs[key].values()))
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-        ax.set_xlabel("step")
-        ax.grid(axis="y", color=PALE)
-        ax.set_axisbelow(True)
-    axes[0].set_ylabel("ms per step")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8.5)
+        ms = {name: runs[key][name]["median_ms"] for name in BARS if name in runs[key]}
+        for at, (name, time) in enumerate(ms.items()):
+            ax.barh(at, time, color=LOOKS[name], height=0.7)
+            ratio = "" if name == OURS else f"  {time / ms[OURS]:.1f}x"
+            ax.text(time, at, f" {time:,.0f}{ratio}", va="center", fontsize=9, fontweight="bold")
+        ax.set_title(title.replace(", ", "\n", 1), loc="left", fontsize=9, fontweight="bold")
+        ax.set_xlim(0, 1.55 * max(ms.values()))
+        ax.set_ylim(len(BARS) - 0.4, -0.6)
+        ax.set_yticks([])
+        ax.set_xticks([])
+        ax.spines[["bottom"]].set_visible(False)
+    handles = [Rectangle((0, 0), 1, 1, color=LOOKS[name]) for name in BARS]
+    figure.legend(handles, BARS.values(), loc="outside lower center", ncols=3, fontsize=9)
     return figure
 
 
@@ -199,7 +180,7 @@ def draw_real_run() -> Figure:
 def draw_idea() -> Figure:
     """Draw the same routing three times: dropless, stock drop-and-pad, padded_dispatch."""
     demand, capacity = (4, 7, 0, 5), 5
-    figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.5), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(8.4, 2.9), layout="constrained")
     titles = (
         (
             "Dropless",
@@ -211,7 +192,8 @@ def draw_idea() -> Figure:
         ),
         (
             "padded_dispatch",
-            "One store of fixed size holds the real\nrows of all layers. None is dropped.",
+            "One store of fixed size holds the real rows\nof all layers. When it is full, "
+            "backward\nrecomputes the rows that do not fit.",
         ),
     )
     for ax, (title, text) in zip(axes, titles, strict=True):
@@ -243,6 +225,16 @@ def draw_idea() -> Figure:
     for number, look in enumerate(looks):
         _cell(axes[2], number % 7, 1.3 * (number // 7), **look)
     labels = ((0, "layer 1", -0.35, "right"), (2, "layer 2", -0.35, "right"))
+    marks = {
+        "row of a token": {"facecolor": BLUE},
+        "row of the next layer": {"facecolor": GREEN},
+        "padding, computed too": {"facecolor": ORANGE, "alpha": 0.55},
+        "free": {"facecolor": "white", "edgecolor": GREY},
+        "dropped": {"facecolor": "white", "edgecolor": RED, "linestyle": ":"},
+    }
+    patches = [Rectangle((0, 0), 1, 1, **look) for look in marks.values()]
+    where = {"loc": "outside lower center", "ncols": 5, "handlelength": 1, "handleheight": 1}
+    figure.legend(patches, marks, fontsize=8, **where)
     for line, name, x, side in (*labels, (3, "free", 7.1, "left")):
         axes[2].text(x, 1.3 * line + 0.45, name, fontsize=8, ha=side, va="center")
     return figure

@@ -12,7 +12,6 @@ import importlib.util
 import itertools
 import re
 import shlex
-import statistics
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
@@ -93,38 +92,25 @@ def test_a_run_that_failed_is_no_figure(monkeypatch):
 
 def test_figures_of_the_readme_are_measured():
     """Matplotlib writes the text of each label into a picture, as a comment."""
-    labels = set(re.findall("<!-- (.*?) -->", (figures.IMAGES / "real_run.svg").read_text()))
+    labels = set(re.findall("<!-- *(.*?) *-->", (figures.IMAGES / "real_run.svg").read_text()))
     runs = figures.real_runs()
-    shown = {
-        key: {
-            name: f"{statistics.median(runs[key][name]['ms'][20:]):,.0f}"
-            for name in figures.LOOKS
-            if name in runs[key]
-        }
+    ms = {
+        key: {name: runs[key][name]["median_ms"] for name in figures.TIMED if name in runs[key]}
         for key in figures.SHOWN
     }
-    numbers = {ms for of_model in shown.values() for ms in of_model.values()}
-    assert numbers <= labels, "run python notebooks/readme_figures.py"
+    for times in ms.values():
+        for name, time in times.items():
+            ratio = "" if name == figures.OURS else f"  {time / times[figures.OURS]:.1f}x"
+            assert f"{time:,.0f}{ratio}" in labels, "run python notebooks/readme_figures.py"
     first_screen = " ".join(README.read_text().split("## Quick start")[0].split())
-    six, many, _, _ = figures.SHOWN
-    cells = [(of[figures.OURS], of[figures.PADDED]) for of in (shown[many], shown[six])]
-    gib = [f"{runs[many][name]['peak_mib'] / 1024:.0f}" for name in (figures.OURS, figures.PADDED)]
-    says = (
-        "12 layers take {} ms and {} GiB a step, stock drop-and-pad in the same graphs {} and {}. "
-        "Six layers take {} ms, stock drop-and-pad {}, and dropless {}."
-    )
-    mixed = (number for pair in zip(cells[0], gib, strict=True) for number in pair)
-    assert says.format(*mixed, *cells[1], shown[six][figures.PARTIAL]) in first_screen
-    ours = {key: runs[key][figures.OURS] for key in figures.SHOWN}
-    assert [key for key, row in ours.items() if any(row["dropped"])] == []
-    again = [
-        100 * statistics.mean(row["recomputed"])
-        for run in figures.runs_in("store")
-        for row in run["rows"]
-        if (row.get("model"), row.get("ep"), row["contender"]) == (*six, figures.OURS)
-        and (row["capacity_factor"], row["micro_batches"]) == (figures.FACTOR, 4)
-    ]
-    assert f"six layers overwrote at most {max(again):.2f} %." in first_screen
+    _, many, _, _ = figures.SHOWN
+    ours, padded, dropless = (ms[many][name] for name in figures.TIMED)
+    says = "{:.1f}x faster than drop-and-pad, {:.1f}x faster than dropless"
+    assert says.format(padded / ours, dropless / ours) in first_screen
+    says = "takes {:.0f} ms (stock drop-and-pad {:.0f}, stock dropless {:,.0f})"
+    assert says.format(ours, padded, dropless) in first_screen
+    of_ours = {key: runs[key][figures.OURS] for key in figures.SHOWN}
+    assert [key for key, row in of_ours.items() if any(row["dropped"])] == []
     assert figures.with_tables(README.read_text()) == README.read_text(), (
         "run python notebooks/readme_figures.py"
     )
@@ -133,9 +119,6 @@ def test_figures_of_the_readme_are_measured():
     assert figures.commits([old | {"contender": figures.OURS}]) == "abc, older kernels"
     _, about = figures.newest_table()
     assert {"machine": about["machine"], **about["versions"]} == report.README_CONDITIONS
-    numbers = set(re.findall(r"\b0\.\d+\b", first_screen))
-    results = (ROOT / "notebooks" / "results" / "README.md").read_text()
-    assert numbers and numbers <= set(re.findall(r"\d+\.\d+", results))
 
 
 def test_blocks_run():
@@ -143,7 +126,8 @@ def test_blocks_run():
     section = README.read_text().split("## Quick start")[1].split("\n## ")[0]
     _, test = blocks(section, "bash")
     assert test.splitlines()[-1] == "pytest" and len(test.splitlines()) == 4
-    assert len(README.read_text().splitlines()) <= 130
+    words = [word for word in README.read_text().split() if re.search(r"\w", word)]
+    assert len(words) <= 900
     (example,) = blocks(README.read_text(), "python")
     names: dict[str, Any] = {}
     exec(example, names)
