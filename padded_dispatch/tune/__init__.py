@@ -2,7 +2,7 @@
 
 demand          counts the rows that a trace asks for
 replay          replays counts at any factor, exactly: cells, and the store; bytes of a factor
-recommend       the smallest factor that leaves few rows no room; a study of one trace
+recommend       the smallest factor that costs little; a study of one trace
 plan            memory of a rank, before a run and without a trace
 plots           figures of a study
 report          the text for the terminal, the page, and settings to paste

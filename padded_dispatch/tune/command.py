@@ -30,7 +30,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     about = "files or folders of `train --trace` or `--padded-trace`"
     add("traces", nargs="+", type=Path, metavar="TRACE", help=about)
     add("--report", type=Path, default=Path("tune.html"), help="page for the results")
-    about = "largest share of rows that may find no room; 0.01 is 1 %%"
+    about = "largest share of rows that may be dropped; 0.01 is 1 %%"
     add("--drop", type=float, default=DROP, help=about)
     about = "leave out earlier steps, such as the warm-up of the router"
     add("--from-step", type=int, default=0, help=about)

@@ -1,9 +1,11 @@
-"""Recommend a capacity factor: the smallest that leaves at most a share of a trace's rows no room.
+"""Recommend a capacity factor: the smallest that costs little on the routing of a trace.
 
-With cells, a row without room is dropped. In a full store it overwrites another row, which backward
-computes again, so it costs only time. Rows of one layer beyond the whole store are dropped. "Rows"
-are those of one layer for a layer's factor, and of all layers for the factor of all. Layers that
-share a store have no factors of their own.
+With cells, a row that does not fit is dropped, and the share of dropped rows has a limit. A row
+that does not fit into a store is recomputed in backward, which costs time and no quality. So a
+store's factor is the smallest at which this costs at most `EXTRA_TIME` of a step. The rows of one
+layer beyond the whole store are dropped, and have the limit of dropped rows. "Rows" are the rows of
+one layer for a layer's factor, and of all layers for the factor of all. Layers that share a store
+have no factors of their own.
 
 The answer holds for steps like those in the trace. Each half of the steps is also studied alone,
 and a warning names both factors if they, and their rooms, differ by more than a tenth.
@@ -22,7 +24,11 @@ from padded_dispatch.tune.demand import Demand, missing_ranks
 from padded_dispatch.tune.replay import POOLS, Replay, replay
 
 _ALIKE = 1.1  # factors of two halves that differ by less are the same answer
-DROP = 0.01  # share of rows without room, where none is given
+DROP = 0.01  # share of rows that may be dropped, where none is given
+# A step takes this share longer for each share of all rows that backward recomputes: with a quarter
+# of the rows 193 ms instead of 186 (notebooks/results/README.md, Qwen3-30B-A3B, six layers).
+TIME_PER_ROW = 0.15
+EXTRA_TIME = 0.005
 
 
 def percent(share: float) -> str:
@@ -43,7 +49,7 @@ class Advice:
     """A recommended factor.
 
     `room`: the slots of a cell, or the rows of a store, at this factor. `dropped`: share of all
-    rows without room; `worst`: the largest share in one step.
+    rows that do not fit; `worst`: the largest share in one step.
     """
 
     factor: float
@@ -54,8 +60,9 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recommendation:
-    """The smallest factors with one kind of pool that leave at most `drop` of the rows no room.
+    """The smallest factors with one kind of pool that cost little; see the module's docstring.
 
+    `drop`: largest share of rows that may be dropped.
     `overall`: one factor for all layers, number `index` of `replay.factors`. `layers`: by layer
     number, with cells a factor for each; with a store the shares of each layer's rows at the factor
     of `overall`. `num_steps`: steps with rows. `halves`: the factors for each half of them alone.
@@ -71,20 +78,28 @@ class Recommendation:
 
     def sentence(self) -> str:
         """Return the answer in a sentence."""
-        advice, pool = self.overall, self.replay.pool
-        room = f"{advice.room:,} slots per source rank and expert"
-        if pool == "store":
-            room = f"a store of {advice.room:,} rows"
+        advice = self.overall
         steps = "step" if self.num_steps == 1 else f"{self.num_steps:,} steps"
-        sentence = (
-            f"Set the capacity factor to {advice.factor:g} with capacity_pool={pool} ({room}): "
-            f"{percent(advice.dropped)} of the rows of the {steps} traced find "
-            f"no room there, at most {percent(advice.worst)} in one step."
+        if self.replay.pool == "cells":
+            return (
+                f"Set the capacity factor to {advice.factor:g}: {advice.room:,} slots for each "
+                f"source rank and expert. {percent(advice.dropped)} of the rows of the {steps} "
+                f"traced would be dropped, at most {percent(advice.worst)} in one step."
+            )
+        lost, recomputed = self.shares
+        few = f"{percent(lost)} dropped, for want of room for a layer"
+        dropped = few if lost else "none dropped"
+        return (
+            f"Set the capacity factor to {advice.factor:g}: a store of {advice.room:,} rows. "
+            f"{percent(recomputed)} of the rows of the {steps} traced would be recomputed in "
+            f"backward ({dropped}), at most {percent(advice.worst)} in one step. This makes a step "
+            f"about {percent(TIME_PER_ROW * recomputed)} longer."
         )
-        if lost := self.replay.lost[self.index]:
-            share = percent(lost / self.replay.asked.sum())
-            sentence += f" {share} are dropped, for want of room for a layer."
-        return sentence
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Shares of all rows that are dropped, and that are recomputed, at the factor."""
+        return shares_at(self.replay, self.index)
 
     def warnings(self) -> list[str]:
         """Return the reasons to doubt the answer, in sentences."""
@@ -94,19 +109,29 @@ class Recommendation:
             reasons.append(missing)
         first, second = self.halves
         few, many = sorted(self.halves)
+        at = int(self.replay.steps[np.flatnonzero(self.replay.asked.sum(0))[self.num_steps // 2]])
         room_of = dict(zip(self.replay.factors.tolist(), self.replay.room.tolist(), strict=True))
         # Small factors may have nearly the same room: a store has a least size.
         if many > _ALIKE * few and room_of[many] > _ALIKE * room_of[few]:
+            what = "The router is still settling" if first > second else "Routing changed"
             reasons.append(
-                f"The first half of the steps needs {first:g}, the second {second:g}: routing "
-                "changed. Leave out what is not like the steps to come (--from-step), or trace "
-                "again later."
+                f"{what}: the steps before {at} need {first:g}, the others {second:g}. If the "
+                f"steps to come are like the later ones, give --from-step {at}, or record later."
             )
         return reasons
 
 
+def shares_at(replay: Replay, index: int) -> tuple[float, float]:
+    """Return the shares of all rows that are dropped, and recomputed, at factor `index`."""
+    share = float(replay.dropped_share[index])
+    if replay.pool == "cells":
+        return share, 0.0
+    lost = float(replay.lost[index] / replay.asked.sum())
+    return lost, max(0.0, share - lost)
+
+
 def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
-    """Return the smallest factors of `replay` that leave at most `drop` of the rows no room.
+    """Return the smallest factors of `replay` that are enough; see the module's docstring.
 
     Where no factor is enough, the largest is the answer, with the share that it drops.
 
@@ -116,8 +141,12 @@ def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
     if not replay.asked.any():
         raise ValueError("trace must ask for at least one expert, got padding only; trace again")
 
+    in_store = replay.pool == "store"
+    limit = EXTRA_TIME / TIME_PER_ROW if in_store else drop
+    loses_little = replay.lost <= drop * replay.asked.sum()
+
     def smallest(asked: NDArray[np.int64], dropped: NDArray[np.int64]) -> int:
-        enough = dropped.sum(1) <= drop * asked.sum()
+        enough = (dropped.sum(1) <= limit * asked.sum()) & loses_little
         enough[-1] = True
         return int(np.argmax(enough))
 
@@ -139,7 +168,7 @@ def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
         replay.demand.layers.tolist(), replay.asked, replay.dropped.swapaxes(0, 1), strict=True
     ):
         if layer_asked.any():
-            own = index if replay.pool == "store" else smallest(layer_asked, layer_dropped)
+            own = index if in_store else smallest(layer_asked, layer_dropped)
             layers[layer] = advice(layer_asked, layer_dropped, own)
     return Recommendation(
         drop=drop,
@@ -184,7 +213,7 @@ def study(
 
     Args:
         demand: the rows asked for in training.
-        drop: the largest share of rows without room.
+        drop: the largest share of rows that may be dropped.
         name: the trace's name, for titles.
         pools: kinds to compare, "cells" first.
         store_layers: see `replay`.

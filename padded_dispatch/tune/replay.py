@@ -1,11 +1,11 @@
-"""Replay counts of rows at any capacity factor, and count exactly the rows without room.
+"""Replay counts of rows at any capacity factor, and count exactly the rows that do not fit.
 
-How many rows find room depends on counts alone, and on `DispatchConfig.capacity_pool`:
+How many rows fit depends on counts alone, and on `DispatchConfig.capacity_pool`:
 
 - "cells": a source's rows for one expert have C slots, a cell. Rows beyond are dropped.
 - "store": all rows of a rank, of all layers of a model chunk, share M rows. The layers of a pass
-  stack their rows in order. Rows beyond M overwrite as many others, which backward computes again.
-  Rows of one layer alone beyond M are dropped. All of these count as rows without room.
+  stack their rows in order. For each row beyond M backward recomputes one. Rows of one layer alone
+  beyond M are dropped. All of these count as rows that do not fit.
 
 Bytes of a factor are those of `padded_dispatch.memory`; nothing is measured here.
 Letters: see `padded_dispatch.config`.
@@ -40,9 +40,9 @@ class Replay:
 
     `configs`: one for each factor, ascending. `room`: slots of a cell, or rows of a store, at each
     factor. `asked`: [layers, steps], rows asked for, summed over sources and micro-batches.
-    `dropped`: [factors, layers, steps], rows without room. `lost`: [factors], those of a store that
-    backward does not compute again: those of one layer beyond M.
-    `store_layers`: see `replay`. `needed`: [steps], a factor at which all rows have room.
+    `dropped`: [factors, layers, steps], rows that do not fit. `lost`: [factors], the rows of these
+    that a store drops: rows of one layer beyond M.
+    `store_layers`: see `replay`. `needed`: [steps], a factor at which all rows fit.
     `needed_alone`: [layers], such a factor for all steps if a layer had room of its own.
     """
 
@@ -69,22 +69,22 @@ class Replay:
 
     @cached_property
     def dropped_share(self) -> NDArray[np.float64]:
-        """Share of all rows without room, [factors]."""
+        """Share of all rows that do not fit, [factors]."""
         return self.dropped.sum((1, 2)) / max(1, int(self.asked.sum()))
 
     @property
     def worst_step(self) -> NDArray[np.float64]:
-        """Share of rows without room in the worst step, [factors]."""
+        """Share of rows that do not fit in the worst step, [factors]."""
         return (self.dropped.sum(1) / np.maximum(self.asked.sum(0), 1)).max(1)
 
     @property
     def layer_shares(self) -> NDArray[np.float64]:
-        """Share of each layer's rows without room, [factors, layers]."""
+        """Share of each layer's rows that do not fit, [factors, layers]."""
         return self.dropped.sum(2) / np.maximum(self.asked.sum(1), 1)
 
     @property
     def retried(self) -> NDArray[np.float64]:
-        """Share of the steps in which any row has no room, [factors].
+        """Share of the steps in which any row does not fit, [factors].
 
         With cells, `on_overflow="retry"` would repeat these steps.
         """
@@ -206,7 +206,7 @@ def _by_rank(counts: NDArray[np.integer], config: DispatchConfig) -> NDArray[np.
 def _kept_in_stores(
     counts: NDArray[np.integer], config: DispatchConfig, num_tokens: int, stacks: Sequence[slice]
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the rows that have room, [passes, layers], and those of one layer beyond a store."""
+    """Return the rows that fit, [passes, layers], and the rows of one layer beyond a store."""
     rows = _by_rank(counts, config)
     kept, beyond = np.empty(rows.shape[:2], np.int64), 0
     for stack in stacks:  # The last one may have fewer layers.
@@ -221,7 +221,7 @@ def _kept_in_stores(
 def _needed(
     demand: Demand, config: DispatchConfig, stacks: Sequence[slice]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the factors at which all rows have room: [passes], and of layers alone, [layers].
+    """Return the factors at which all rows fit: [passes], and of layers alone, [layers].
 
     `config`: of a factor of 1.
     """

@@ -40,11 +40,10 @@ def test_the_smallest_factor_that_leaves_enough_rows_room():
     assert (advice.dropped, advice.worst, found.replay.retried[found.index]) == (0.025, 1 / 20, 0.5)
     assert found.warnings() == []
     assert found.sentence() == (
-        "Set the capacity factor to 1.2 with capacity_pool=cells (12 slots per source rank and "
-        "expert): 2.5 % of the rows of the 600 steps traced find no room there, at most 5 % in one "
-        "step."
+        "Set the capacity factor to 1.2: 12 slots for each source rank and expert. 2.5 % of the "
+        "rows of the 600 steps traced would be dropped, at most 5 % in one step."
     )
-    assert "of the rows of the step traced find" in advise(needs[:1]).sentence()
+    assert "of the rows of the step traced would" in advise(needs[:1]).sentence()
     assert advise(needs, factors=[1.0, 1.2]).overall.dropped == 0.025  # None is enough.
 
 
@@ -60,7 +59,7 @@ def test_halves_that_differ_are_a_warning():
     assert (found.overall.factor, found.halves) == (2.0, (2.0, 1.3))
     (warning,) = found.warnings()
     assert warning.startswith(
-        "The first half of the steps needs 2, the second 1.3: routing changed. Leave out"
+        "The router is still settling: the steps before 100 need 2, the others 1.3. If the steps "
     )
     assert advise(np.tile([1.2, 1.3], 100)).warnings() == []
     near, far = np.full(10, 1.0), np.full(10, 1.1)
@@ -127,8 +126,10 @@ def test_a_study_takes_the_pool_of_the_run_else_the_smaller_factor():
     assert (expert.replay.pool, store.replay.pool) == ("cells", "store")
     assert store.overall.factor < expert.overall.factor
     assert found.chosen is store and found.pool == "store"
-    rows = f"with capacity_pool=store (a store of {store.overall.room:,} rows): "
-    assert rows in found.chosen.sentence() and store.overall.dropped <= 0.01
+    rows = f": a store of {store.overall.room:,} rows. "
+    assert rows in found.chosen.sentence()
+    # The smallest factor at which recomputing costs half a percent of a step.
+    assert store.overall.dropped <= 0.005 / 0.15 < store.replay.dropped_share[store.index - 1]
     assert {advice.factor for advice in store.layers.values()} == {store.overall.factor}
     trace = synthetic_trace("lognormal")
     for pool in POOLS:

@@ -17,8 +17,8 @@ from padded_dispatch.tune.report import (
     html,
     layer_table,
     pool_table,
+    sentences,
     summary,
-    whole,
 )
 from tests.support.traces import synthetic_trace
 
@@ -49,16 +49,16 @@ def test_cells_of_the_tables(found):
     shown = {
         "factor": f"{advice.factor:g}",
         "slots": f"{advice.room:,}",
-        "no room": percent(advice.dropped),
+        "dropped": percent(advice.dropped),
         "worst step": percent(advice.worst),
-        "steps with such": percent(replay.retried[table.marked]),
+        "steps affected": percent(replay.retried[table.marked]),
         "worst layer": percent(max(replay.layer_shares[table.marked])),
         "balanced": percent(replay.balanced[table.marked]),
         "GiB": f"{replay.kept_bytes[table.marked] / 2**30:.3g}",
     }
     assert cells(table, table.marked) == shown
     brief = every_factor(found, brief=True)
-    assert brief.headers == ("factor", "slots", "no room", "worst step", "GiB")
+    assert brief.headers == ("factor", "slots", "dropped", "worst step", "GiB")
     table = layer_table(found)
     for number, (layer, advice) in enumerate(found.chosen.layers.items()):
         assert table.rows[number] == (
@@ -71,13 +71,18 @@ def test_cells_of_the_tables(found):
         )
 
 
+def max_of_first(replay) -> float:
+    return replay.factors[replay.room == replay.room[0]].max()
+
+
 def test_cells_of_pools(found):
     store = studied()
     assert (pool_table(found).marked, pool_table(store).marked) == (0, 1)
     for row, answer in zip(pool_table(found).rows, found.answers, strict=True):
-        pool, factor, dropped, retried, needed = row
+        pool, factor, dropped, recomputed, retried, needed = row
         assert (pool, factor) == (answer.replay.pool, f"{answer.overall.factor:g}")
-        assert dropped == percent(answer.overall.dropped)
+        share = percent(answer.overall.dropped)
+        assert (dropped, recomputed) == ((share, "-") if pool == "cells" else ("0 %", share))
         assert retried == percent(answer.replay.retried[answer.index])
         index = answer.replay.factors.tolist().index(float(needed))
         lacking = answer.replay.dropped.sum((1, 2))[: index + 1]
@@ -85,8 +90,15 @@ def test_cells_of_pools(found):
     # A layer by itself has five shares, which is all that two ranks can ask for.
     assert pool_table(studied(pools=("store",), store_layers=1)).rows[0][-1] == "0.5"
     table = every_factor(store)
-    assert cells(table, 4)["rows"] == f"{store.chosen.replay.room[4]:,}"
-    assert not {"slots", "balanced"} & {*table.headers}
+    replay, shown = store.chosen.replay, [cells(table, i) for i in range(len(table.rows))]
+    # A row for each room, of which small factors have the same.
+    assert [row["rows"] for row in shown] == [f"{room:,}" for room in sorted({*replay.room})]
+    least, most = replay.factors[0], max_of_first(replay)
+    assert shown[0]["factor"] == (f"{least:g} to {most:g}" if most > least else f"{least:g}")
+    share = replay.dropped_share[-2]
+    assert shown[-2]["recomputed"] == percent(share)
+    assert shown[-2]["longer step"] == percent(0.15 * share)
+    assert not {"slots", "balanced", "dropped"} & {*table.headers}
     assert layer_table(store).headers[-1] == "worst step" and len(layer_table(store).rows) == 3
 
 
@@ -98,7 +110,7 @@ def test_one_screen(found):
     factors = [advice.factor for advice in found.chosen.layers.values()]
     assert f"Each layer by itself: {min(factors):g} to {max(factors):g}." in text
     assert str(pool_table(found)) in text
-    assert "(Python: tune.html)" in " ".join(text.split())
+    assert "settings for Python: tune.html)" in " ".join(text.split())
     assert text.endswith(next(iter(blocks(found).values())))
     # The smallest factors for some shares, and the recommended one.
     rows = text.split("GiB")[1].split("\n\n")[0].splitlines()[1:]
@@ -114,24 +126,31 @@ def test_a_warning_is_in_the_text_and_on_the_page():
     young = study(demand_of(drift), name="x", pools=("cells",))
     (warning,) = young.chosen.warnings()
     assert warning in " ".join(summary(young, Path("tune.html")).split())
-    assert warning in " ".join(whole(young).split())
+    assert warning in sentences(young) and warning in unescape(html(young, {}))
     text = summary(studied(pools=("store",)), Path("x"))
-    assert "steps with such" not in text and "Each layer by itself" not in text
-    assert "layer-factors" not in whole(studied())
+    assert "steps affected" not in text and "Each layer by itself" not in text
+    assert "layer-factors" not in html(studied(), {})
 
 
 def test_the_page_shows_the_recommendation_its_tables_and_its_settings(found):
     drawn = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
-    page, text = html(found, drawn), whole(found)
-    assert unescape(page[page.index("<pre>") + 5 : page.index("</pre>")]) == text
-    assert page.count("<h1>Capacity for zipf &lt;b&gt;</h1>") == 1
-    assert " ".join(text.split()).startswith(found.chosen.sentence())
-    assert str(pool_table(found)) in text and str(layer_table(found)) in text
-    assert str(every_factor(found)) in text
-    rows_of = f"{found.chosen.replay.asked.sum():,} rows of 40 micro-batches in 40 steps"
-    assert rows_of in " ".join(text.split())
-    for per_layer in (False, True):
-        assert all(block in text for block in blocks(found, per_layer=per_layer).values())
+    page = html(found, drawn)
+    assert page.count("<h1>Capacity factor for zipf &lt;b&gt;</h1>") == 1
+    assert f'<div class="answer"><b>{found.chosen.overall.factor:g}</b>' in page
+    paragraphs = re.findall(r"<p>(.*)</p>", page)
+    assert [unescape(words) for words in paragraphs[: len(sentences(found))]] == sentences(found)
+    tables = [
+        [[unescape(cell) for cell in re.findall("<td>(.*?)</td>", row)] for row in rows]
+        for rows in (re.findall("<tr.*?</tr>", part)[1:] for part in page.split("<table>")[1:])
+    ]
+    given = pool_table(found), every_factor(found), layer_table(found)
+    assert tables == [[list(row) for row in table.rows] for table in given]
+    assert page.count('<tr class="marked">') == 2
+    rows_of = f"{found.chosen.replay.asked.sum():,} rows of 40 micro-batches"
+    assert rows_of in " ".join(page.split())
+    settings = [unescape(block) for block in re.findall("<pre>(.*?)</pre>", page, re.DOTALL)]
+    of_all, of_layers = blocks(found), blocks(found, per_layer=True)
+    assert settings == [*of_all.values(), *of_layers.values()]
     assert page.count("<figure>") == 2 and "<figure>" not in html(found, {})
     # It needs nothing from elsewhere.
     assert not re.search("<(script|link|img|iframe|object|base)", page)
