@@ -13,7 +13,7 @@ import functools
 import operator
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -141,7 +141,7 @@ def _padded(kind: type) -> type:
     return _EqualsMoELayer(f"Padded{kind.__name__}", (PaddedMoELayer, kind), {})
 
 
-def _is_moe_layer(kind: Any) -> bool:
+def _is_moe_layer(kind: object) -> TypeGuard[type[MoELayer]]:
     return isinstance(kind, type) and issubclass(kind, MoELayer)
 
 
