@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
-from padded_dispatch.config import CAPACITY_POOLS, FIT, NO_DROP, DispatchConfig, in_hundredths
+from padded_dispatch.config import (
+    CAPACITY_POOLS,
+    FIT,
+    NO_DROP,
+    DispatchConfig,
+    StoreSizes,
+    in_hundredths,
+)
 
 GOOD = dict(num_experts=8, top_k=2, capacity_factor=1.25)
 
@@ -133,11 +140,11 @@ def test_a_store_of_one_layer_has_five_shares(etp_size, rows):
     config = DispatchConfig(**given)
     assert config.share(100) == rows / 5
     assert config.max_rows(100) == 4 * rows / 5  # One expert a rank.
-    assert config.store_rows(100, 1) == 4 * rows / 5
+    assert StoreSizes.of([config], 100).num_rows == 4 * rows / 5
     config = DispatchConfig(**{**given, "num_experts": 16})
     assert config.max_rows(100) == 8 * rows / 5
-    assert config.store_rows(100, 1) == rows
-    assert config.store_rows(100, 5) == 1.25 * rows
+    assert StoreSizes.of([config], 100).num_rows == rows
+    assert StoreSizes.of([config] * 5, 100).num_rows == 1.25 * rows
 
 
 @POOLS

@@ -407,10 +407,10 @@ def test_a_store_follows_a_factor_that_is_replaced():
     config = DispatchConfig(num_experts=4, top_k=1, capacity_factor=6.0, capacity_pool="store")
     store = Store()
     dispatchers = [PaddedDispatcher(config, store=store) for _ in range(6)]
-    assert store.num_rows(10) == 60  # At most 10 rows a layer.
+    assert store.sizes(10).num_rows == 60  # At most 10 rows a layer.
     for dispatcher in dispatchers:
         dispatcher.config = dataclasses.replace(config, capacity_factor=0.9)
-    assert store.num_rows(10) == 54
+    assert store.sizes(10).num_rows == 54
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
