@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 _NATIVE_ATOMICS = 3  # the driver's attribute of two GPUs that is 1 only if NVLink connects them
+_MOST_LINKS = 18  # NVML_NVLINK_MAX_LINKS
 _FABRIC = 8  # CU_MEM_HANDLE_TYPE_FABRIC of cuda.h; such a handle has 64 bytes.
 _HANDLE_BYTES = 64
 _NOT_SUPPORTED, _COMPLETED = 0, 3  # of nvmlGpuFabricState_t
@@ -38,6 +39,22 @@ def linked(number: int, other: int) -> bool:
     driver = ctypes.CDLL("libcuda.so.1")
     failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, number, other)
     return failed == 0 and found.value == 1
+
+
+def has_links() -> bool:
+    """Return whether this process's GPU has an active NVLink, also if NVML does not tell.
+
+    Unlike GPUs that this process does not see, its own is known in each container.
+    """
+    try:
+        nvml, gpu = _gpu()
+    except OSError:
+        return True
+    active = ctypes.c_uint(0)
+    for link in range(_MOST_LINKS):
+        if nvml.nvmlDeviceGetNvLinkState(gpu, link, ctypes.byref(active)) == 0 and active.value:
+            return True
+    return False
 
 
 def domain() -> tuple[str, str]:
@@ -70,16 +87,24 @@ def domain() -> tuple[str, str]:
 def _ask_fabric(info: _FabricInfo) -> str:
     """Fill in what NVML knows of this process's GPU; return why it does not, else ""."""
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        ask = nvml.nvmlDeviceGetGpuFabricInfoV
-    except (OSError, AttributeError):
+        nvml, gpu = _gpu()
+        error = nvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
+    except AttributeError:
         return "a driver whose NVML knows no fabric"
+    except OSError as problem:
+        return str(problem)
+    return f"error {error} of NVML" if error else ""
+
+
+def _gpu() -> tuple[Any, ctypes.c_void_p]:
+    """Return NVML and its handle of this process's GPU, or raise an `OSError`."""
+    nvml, gpu = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    gpu = ctypes.c_void_p()
     error = nvml.nvmlInit_v2()
     error = error or nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(gpu))
-    error = error or ask(gpu, ctypes.byref(info))
-    return f"error {error} of NVML" if error else ""
+    if error:
+        raise OSError(f"error {error} of NVML")
+    return nvml, gpu
 
 
 def _failed_handle() -> str:

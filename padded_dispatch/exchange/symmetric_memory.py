@@ -30,7 +30,7 @@ from torch import Tensor
 
 from padded_dispatch.exchange.hosts import Hosts, gather_objects, groups_of, machine
 from padded_dispatch.exchange.mirror import time_limit
-from padded_dispatch.exchange.nvlink import linked
+from padded_dispatch.exchange.nvlink import has_links, linked
 from padded_dispatch.memory import DirectBuffers, aligned
 from padded_dispatch.utils.phases import is_capturing, unseen
 
@@ -293,12 +293,12 @@ def check_group(
     process may not see the GPUs of other ranks, so in the end all ranks try to allocate and map a
     little memory. `over_nvlink` requires NVLink, since over PCIe collectives are faster.
     """
-    if not torch.cuda.is_available():
-        raise ValueError(_refusal("no CUDA device"))
     if group is None or group.size() == 1:
         raise ValueError(_refusal("an expert-parallel group of one rank"))
+    seats = gather_objects(group, _Seat(uuid=_uuid()))
+    if blind := [seat.host for seat in seats if not seat.uuid]:
+        raise ValueError(_refusal(f"no CUDA device on {blind[0]}"))
     device, inside = torch.device("cuda", torch.cuda.current_device()), group
-    seats = gather_objects(group, _Seat(uuid=str(torch.cuda.get_device_properties(device).uuid)))
     if hosts is not None:
         inside, _ = groups_of(group, device)
         seats = [seats[rank] for rank in hosts.ranks_HG[hosts.own[0]]]
@@ -349,6 +349,13 @@ class _Seat:
     uuid: str
 
 
+def _uuid() -> str:
+    """Return the identifier of this rank's GPU; "" if it has none."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
 def _obstacle(seats: list[_Seat], *, over_nvlink: bool) -> str:
     """Return why this rank cannot write to the memory of all `seats`; "" if it can."""
     if (backend := _backend()) != "CUDA":
@@ -361,14 +368,17 @@ def _obstacle(seats: list[_Seat], *, over_nvlink: bool) -> str:
         if len({seat.pid for seat in seats}) < len(seats):
             return "ranks of containers that share TMPDIR (or /tmp), and PIDs"
     here = torch.cuda.current_device()
-    peers = {seat.uuid for seat in seats}
+    peers, unseen = {seat.uuid for seat in seats}, {seat.uuid for seat in seats}
     for number in range(torch.cuda.device_count()):
         uuid = str(torch.cuda.get_device_properties(number).uuid)
+        unseen.discard(uuid)
         accessible = number == here or torch.cuda.can_device_access_peer(here, number)
         if uuid in peers and not accessible:
             return f"GPU {here}, which cannot access GPU {number}"
         if uuid in peers and number != here and over_nvlink and not linked(here, number):
             return f"GPU {here}, which has no NVLink to GPU {number}"
+    if unseen and over_nvlink and not has_links():
+        return f"GPU {here}, which has no NVLink"
     return ""
 
 

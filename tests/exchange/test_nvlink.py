@@ -29,7 +29,8 @@ def test_native_atomics_show_nvlink(error, atomics, linked):
 class Rack:
     """NVML, the driver and symmetric memory of a GPU of a GB200 NVL72; each part can be replaced.
 
-    `fails`: an error by the name of a function. `live`: handles that are not released.
+    `fails`: an error by the name of a function. `links`: whether each of the first ones is active.
+    `live`: handles that are not released.
     """
 
     uuid = "f00d"
@@ -40,10 +41,12 @@ class Rack:
         self.fabric: dict[str, Any] = {"status": 0, "clique": 7, "state": 3}
         self.allocates = self.has_nvml = True
         self.live: list[int] = []
+        self.links = [True] * 18
         self.nvml = SimpleNamespace(
             nvmlInit_v2=lambda: self.fails.get("init", 0),
             nvmlDeviceGetHandleByUUID=self._gpu,
             nvmlDeviceGetGpuFabricInfoV=self._fabric_info,
+            nvmlDeviceGetNvLinkState=self._link,
         )
         self.driver = SimpleNamespace(
             cuMemRetainAllocationHandle=self._retain,
@@ -72,6 +75,13 @@ class Rack:
         for name, value in self.fabric.items():
             setattr(info, name, value)
         return self.fails.get("fabric", 0)
+
+    def _link(self, gpu: Any, link: int, active: Any) -> int:
+        assert gpu.value == 11
+        if link >= len(self.links):
+            return 2  # an invalid argument
+        active._obj.value = self.links[link]
+        return self.fails.get("link", 0)
 
     def allocate(self, size: Any, stride: Any, dtype: Any, device: Any) -> Any:
         assert (size, stride, dtype) == ((1,), (1,), torch.uint8)
@@ -125,6 +135,20 @@ def found() -> tuple[str, str]:
     return name, obstacle.removesuffix(here)
 
 
+def test_one_active_link_is_enough(rack):
+    assert nvlink.has_links()
+    rack.links = [False, False, True, False]
+    assert nvlink.has_links()
+    rack.links = [False] * 4
+    assert not nvlink.has_links()
+    rack.links = []
+    assert not nvlink.has_links()
+    rack.links, rack.fails["link"] = [True], 3  # not supported
+    assert not nvlink.has_links()
+    rack.has_nvml = False  # It does not tell; ranks then try.
+    assert nvlink.has_links()
+
+
 def test_a_gpu_that_can_share_is_in_its_domain(rack):
     assert found() == (NAME, "")
     rack.fabric["clique"] = 8
@@ -144,10 +168,11 @@ def test_a_gpu_of_an_ordinary_host_is_in_no_domain(rack):
     for step, error in (("fabric", 3), ("gpu", 6), ("init", 9)):  # 3: not supported
         rack.fails[step] = error
         assert found() == ("", f"error {error} of NVML")
+    rack.fails.clear()
     del rack.nvml.nvmlDeviceGetGpuFabricInfoV
     assert found() == ("", "a driver whose NVML knows no fabric")
     rack.has_nvml = False
-    assert found() == ("", "a driver whose NVML knows no fabric")
+    assert found() == ("", "libnvidia-ml.so.1")
 
 
 @pytest.mark.parametrize("state", [1, 2])

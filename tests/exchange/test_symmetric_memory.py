@@ -82,12 +82,10 @@ def test_what_a_kernel_prints_outlives_an_abort(tmp_path):
     assert (tmp_path / "output").read_text() == "rank 0 failed to receive signal from rank 3\n"
 
 
-def test_one_rank_or_no_gpu_is_refused():
-    expected = (
-        r"^the ranks of exchange='direct' must have GPUs of one host .*, "
-        r"got (no CUDA device|an expert-parallel group of one rank); set exchange='alltoall'$"
-    )
-    with pytest.raises(ValueError, match=expected):
+def test_one_rank_is_refused():
+    words = "^the ranks of exchange='direct' must have GPUs of one host .*, got "
+    one = "an expert-parallel group of one rank; set exchange='alltoall'$"
+    with pytest.raises(ValueError, match=words + one):
         check_group(None, over_nvlink=False)
 
 
@@ -95,6 +93,7 @@ def test_one_rank_or_no_gpu_is_refused():
 def machine(monkeypatch, rendezvous) -> SimpleNamespace:
     """A host whose processes see GPUs 0 to 2; GPU 2 is no rank's. Each part can be replaced."""
     here = SimpleNamespace(visible=3, reached={0, 1}, linked={1}, seats=({}, {}), other=[])
+    here.has_links = True
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: here.visible)
@@ -103,6 +102,8 @@ def machine(monkeypatch, rendezvous) -> SimpleNamespace:
     reaches = lambda _, number: number in here.reached  # noqa: E731
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
     monkeypatch.setattr(symmetric_memory, "linked", lambda _, number: number in here.linked)
+
+    monkeypatch.setattr(symmetric_memory, "has_links", lambda: here.has_links)
 
     def gather(group, value):
         if isinstance(value, str):
@@ -197,9 +198,22 @@ def test_pcie_is_refused_where_nvlink_is_required(machine):
     assert obstacle(over_nvlink=True).startswith("GPU 0, which has no NVLink to GPU 1;")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_a_gpu_is_refused_on_all(machine, rendezvous, monkeypatch, rank):
+    machine.seats[rank].update(uuid="", host="b")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: rank == 1)
+    assert obstacle(over_nvlink=False).startswith("no CUDA device on b;")
+    rendezvous.assert_not_called()
+
+
 def test_an_attempt_decides_where_processes_see_one_gpu(machine, rendezvous):
+    """Over NVLink, if its own GPU has any."""
     machine.visible = 1
     assert obstacle(over_nvlink=True) == ""
+    machine.has_links = False
+    assert obstacle(over_nvlink=True).startswith("GPU 0, which has no NVLink;")
+    assert obstacle(over_nvlink=False) == ""
+    machine.has_links = True
     rendezvous.side_effect = RuntimeError("overlapping devices\nat frame 0")
     assert obstacle(over_nvlink=True).startswith("'overlapping devices' from an attempt to map")
     rendezvous.side_effect = None
