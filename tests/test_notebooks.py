@@ -1,9 +1,7 @@
 """The stored notebooks are executed, without errors, small, and free of local paths."""
 
 import importlib
-import json
 import re
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,67 +64,6 @@ def test_commands_of_studies_measure_held_out_losses():
         contenders = read_compare(flags.split())
         assert {given.seed for _, given in contenders} == seeds
         assert all("eval_every" in given for _, given in contenders)
-
-
-def within_noise(gaps: list[float]) -> bool:
-    """Whether the 95 % interval of the mean of paired differences holds zero (Student's t)."""
-    quantile = {3: 4.303, 5: 2.776}[len(gaps)]
-    return abs(statistics.mean(gaps)) <= quantile * statistics.stdev(gaps) / len(gaps) ** 0.5
-
-
-def quality_rows(steps: int) -> list[Any]:
-    runs = json.loads((FOLDER / "results" / "quality.json").read_text())["runs"]
-    given = f"--steps {steps} "
-    return [row for run in runs if given in run["about"]["command"] for row in run["rows"]]
-
-
-def test_the_word_alone_drops_nothing_and_learns_within_the_noise_of_stocks_seeds():
-    rows = quality_rows(680)
-    stock = {row["seed"]: row for row in rows if row["contender"] == "stock-dropless"}
-    # The last one is a seed once more.
-    ours = {row["seed"]: row for row in reversed(rows) if row["pool"] == "store"}
-    assert sorted(stock) == sorted(ours) == [0, 1, 2, 3, 4]
-    assert not any(share for row in ours.values() for share in row["dropped"])
-    cells = {row["seed"]: row for row in rows if row["pool"] == "expert"}
-
-    def far(row):
-        pairs = zip(row["loss"][:5], stock[row["seed"]]["loss"][:5], strict=True)
-        return max(abs(a - b) for a, b in pairs)
-
-    # The same weights and bytes: rounding moves the first losses by far less than dropping does.
-    assert max(map(far, ours.values())) < min(map(far, cells.values())) / 10
-    for measure in (
-        lambda row: row["held_out"]["loss"][-1],
-        lambda row: statistics.mean(row["loss"][-50:]),
-    ):
-        assert within_noise([measure(ours[seed]) - measure(stock[seed]) for seed in stock])
-
-
-def test_so_it_does_with_three_times_as_many_tokens():
-    rows = quality_rows(1500)
-    stock, ours = (
-        {row["seed"]: row for row in rows if (row["contender"] == "ours") == mine}
-        for mine in (False, True)
-    )
-    assert sorted(stock) == sorted(ours) == [0, 1, 2]
-    assert not any(share for row in ours.values() for share in row["dropped"])
-    last = min(row["step"][-1] for row in stock.values())  # The machine's time ended them.
-    assert last == 1360
-
-    def trained(row):
-        of_step = dict(zip(row["step"], row["printed_loss"], strict=True))
-        return statistics.mean(of_step[step] for step in range(last - 180, last + 1, 20))
-
-    assert all(row["held_out"]["step"][2] == 1125 for row in rows)
-    for measure in (lambda row: row["held_out"]["loss"][2], trained):
-        assert within_noise([measure(ours[seed]) - measure(stock[seed]) for seed in stock])
-
-
-def test_only_layers_on_an_h200_have_a_roofline():
-    runs = json.loads((FOLDER / "results" / "layer_bench.json").read_text())["runs"]
-    for run in runs:
-        known = run["about"]["machine"].endswith("NVIDIA H200")
-        assert all((row["floor_ms"] is not None) == known for row in run["rows"])
 
 
 def test_layers_of_one_model_are_one_panel(monkeypatch):
