@@ -28,7 +28,8 @@ HOST_USERS = {"megatron", "bench", "train"}
 # Tests of the package as a whole, of the repository, or of Megatron's side of a contract; files of
 # tests/gpu are named after what they measure.
 REPOSITORY = (
-    "bridge_run compile import language layers notebooks readme real_run recipes rivals upstream"
+    "bridge_run build compile import language layers notebooks readme real_run recipes rivals "
+    "upstream"
 )
 NOT_MIRRORED = {*REPOSITORY.split(), "contract", "defects"}
 

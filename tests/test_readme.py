@@ -166,7 +166,8 @@ def test_links_lead_somewhere_and_pages_are_reached():
             assert not anchor or anchor in anchors(path), f"{page}: {path}#{anchor}"
         linked = {path for path, _ in links(page) if path.suffix == ".md"}
         waiting += linked - reached
-    assert reached == set(PAGES)
+    template = ROOT / ".github" / "PULL_REQUEST_TEMPLATE.md"  # The host shows it.
+    assert reached == set(PAGES) - {template}
 
 
 # Megatron-Bridge and what comes with it: not among the packages of the tests.
