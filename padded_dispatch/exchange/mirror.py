@@ -4,13 +4,13 @@ A `Mirror` is a gloo group of its own over all ranks that a layer's groups conne
 backend is. A layer's own gloo group would not do: if one rank skipped a call, the user's next
 collective would meet ours in it with another size, and gloo would abort the process.
 
-In `gather` the first rank gathers a row of each rank and broadcasts all rows: 1 + log2(N) messages
-in sequence for N ranks. If the time limit expires, or a process ends while the first rank is in the
-call, gloo closes the connections, so all waiting ranks fail within milliseconds. Each of them then
-posts in the store of the job that it waits. Ranks that have not posted `_GRACE_S` later are absent;
-if the layer spans several hosts, the error names the hosts of absent ranks, too. The first rank
-that finds absent ranks writes the error into the store. All ranks raise this error, also a rank
-that makes the call later. A call that succeeds posts nothing.
+In `gather` the first rank gathers a row of each rank and broadcasts all rows: N - 1 messages that
+it receives, and then log2(N) in sequence, for N ranks. If the time limit expires, or a process ends
+while the first rank is in the call, gloo closes the connections, so all waiting ranks fail within
+milliseconds. Each of them then posts in the store of the job that it waits. Ranks that have not
+posted `_GRACE_S` later are absent; if the layer spans several hosts, the error names the hosts of
+absent ranks, too. The first rank that finds absent ranks writes the error into the store. All ranks
+raise this error, also a rank that makes the call later. A call that succeeds posts nothing.
 
 If a process has ended, a collective of the user also fails, mostly before our next call. Gloo's
 error names no rank, and other ranks may still wait for a rank that has seen it. So

@@ -128,22 +128,28 @@ def test_a_new_shape_in_a_capture_is_refused():
 # A pass that breaks off.
 
 
-def _broke_off() -> list[bool]:
+def _broke_off(layer: Layer) -> list[bool]:
     """Return the answers behind a whole pass, behind one without its return, and once more."""
-    exchange, inputs = SMALL.direct(CPU), make_inputs(SMALL, "uniform", 0, CPU)
-    backward = forward(exchange, SMALL, inputs)
+    exchange, inputs = layer.direct(CPU), make_inputs(layer, "uniform", 0, CPU)
+    backward = forward(exchange, layer, inputs)
     found = [exchange.broke_off()]
     error = patch.object(rows, "spread_rows", Mock(side_effect=MemoryError))
     with error, pytest.raises(MemoryError):
         backward()
-    other = SMALL.direct(CPU)  # Of another layer: they share the memory.
+    other = layer.direct(CPU)  # Of another layer: they share the memory.
     with pretend_capture():
         found.append(other.broke_off())
     found += [other.broke_off(), exchange.broke_off()]
-    backward = forward(exchange, SMALL, inputs)
+    backward = forward(exchange, layer, inputs)
     backward()
     return [*found, exchange.broke_off()]
 
 
-def test_a_push_without_its_return_is_told_once():
-    assert run_on_threads(2, _broke_off) == [[False, False, True, False, False]] * 2
+@pytest.mark.parametrize("machines", ["", "abba"])
+def test_a_push_without_its_return_is_told_once(machines):
+    """Also one inside of a host, behind what a rail has brought."""
+    ranks = len(machines) or 2
+    with ranks_on(machines):
+        layer = dataclasses.replace(SMALL, machines=machines)
+        found = run_on_threads(ranks, _broke_off, layer)
+    assert found == [[False, False, True, False, False]] * ranks

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
@@ -211,6 +212,31 @@ def _mirrors_and_rows() -> tuple[list[bool], list[int]]:
 
 def test_layers_share_the_mirror_of_their_groups(pool2):
     assert pool2.run(_mirrors_and_rows, timeout_s=60) == [([True, False, False], [0, 1])] * 2
+
+
+def _written() -> tuple[int, int]:
+    """Return the bytes that a rank writes to others in a `gather` of 48 bytes, and its messages."""
+
+    def counted() -> list[int]:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        counts = dict(line.split(": ") for line in lines)
+        return [int(counts["wchar"]), int(counts["syscw"])]
+
+    mirror, row, calls = mirror_of([dist.group.WORLD]), torch.zeros(6, dtype=torch.int64), 50
+    mirror.gather(row, "a call")
+    dist.barrier()
+    before = counted()
+    for _ in range(calls):
+        mirror.gather(row, "a call")
+    size, messages = (after - b for after, b in zip(counted(), before, strict=True))
+    dist.barrier()
+    return size // calls, messages // calls
+
+
+def test_what_a_comparison_sends(pool4):
+    """As the architecture page says, for R = 4; gloo adds 48 bytes to each message, and answers."""
+    size, messages = map(sum, zip(*pool4.run(_written, timeout_s=60), strict=True))
+    assert (size, messages) == (48 * 3 * 11, 6 * 3)
 
 
 def test_many_ranks_are_named_in_a_few_words():

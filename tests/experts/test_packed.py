@@ -247,11 +247,16 @@ def test_bits_do_not_depend_on_the_factor(exchange: str, kind: dict[str, Any]):
     assert not any(map(differences, few, many))
 
 
-@pytest.mark.parametrize("routing", ["hot", "one rank", "idle source"])
+@pytest.mark.parametrize(
+    ("machines", "routing"),
+    [("aa", "hot"), ("aa", "one rank"), ("aa", "idle source"), ("abba", "hot")],
+)
 @pytest.mark.parametrize("exchange", ["alltoall", "direct"])
-def test_bits_do_not_depend_on_what_is_sent_again(exchange: str, routing: str):
-    """Stores that overflow and such that do not, a frozen fc1 on all ranks."""
-    how: dict[str, Any] = {"exchange": exchange, "ranks": 2, **SMALL}
+def test_bits_do_not_depend_on_what_is_sent_again(machines: str, exchange: str, routing: str):
+    """Stores that overflow and such that do not, a frozen fc1 on all ranks; with a rail, too."""
+    how: dict[str, Any] = {"exchange": exchange, "ranks": len(machines), **SMALL}
+    if len(set(machines)) > 1:
+        how["machines"] = machines
     for factor, frozen in ((0.01, False), (2.0, False), (0.3, True)):
         case = Case(routings=(routing, "full"), factor=factor, frozen=frozen, **how)
         with poisoned_memory():
