@@ -107,7 +107,7 @@ def make_wire(config: DispatchConfig, num_tokens: int, width: int, *, direct: bo
         arrived=arrived,
         plan=plans[0],
         direct=direct,
-        sends_again=direct and config.sends_again,
+        sends_again=direct and config.sends_again(),
         home_QD=home_QD,
         homes_S=homes_S if direct else None,
     )

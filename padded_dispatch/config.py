@@ -209,21 +209,22 @@ class DispatchConfig:
             return num_tokens
         return min(num_tokens, self.num_local_experts * self.capacity(num_tokens))
 
-    @property
-    def sends_again(self) -> bool:
-        """True if a pass keeps no tokens of other ranks, and backward sends them again.
+    def sends_again(self, num_hosts: int = 1) -> bool:
+        """Return whether a pass keeps no tokens of other ranks, and backward sends them again.
 
         Where every token has a slot at every rank, S - 1 times T tokens can arrive. They are sent
         again if these are more than one and a half times the rows that a store has for a layer.
+        `num_hosts`: if a rail brings the tokens of H ranks, these are kept, and S - H times T left.
         """
         factor = self.capacity_factor
         if factor in (FIT, NO_DROP):
             factor = _STORE_FACTOR
-        return self.num_sources - 1 > _KEPT_SHARES * self.top_k * factor
+        return self.num_sources - num_hosts > _KEPT_SHARES * self.top_k * factor
 
-    def sends_tokens_again(self, num_tokens: int, *, direct: bool) -> bool:
+    def sends_tokens_again(self, num_tokens: int, *, direct: bool, num_hosts: int = 1) -> bool:
         """Return whether a pass of T tokens sends them again; with P < T slots it does not."""
-        return self.sends_again and (direct or self.wire_slots(num_tokens) >= num_tokens)
+        whole = direct or self.wire_slots(num_tokens) >= num_tokens
+        return whole and self.sends_again(num_hosts)
 
     def kept_tokens(self, num_tokens: int, *, direct: bool, num_hosts: int = 1) -> int:
         """Return how many tokens a pass of T tokens keeps until backward.
@@ -233,7 +234,8 @@ class DispatchConfig:
         so many ranks. These are kept, also where the host sends them again.
         """
         gathered = num_hosts * num_tokens if num_hosts > 1 else 0
-        if self.num_sources == 1 or self.sends_tokens_again(num_tokens, direct=direct):
+        how = {"direct": direct, "num_hosts": num_hosts}
+        if self.num_sources == 1 or self.sends_tokens_again(num_tokens, **how):
             return gathered
         if gathered:
             return self.num_sources * num_tokens

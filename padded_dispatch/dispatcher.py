@@ -209,7 +209,7 @@ class PaddedDispatcher:
         selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)
         plan = make_plan(selection.kept_TE, top_k=config.top_k)
         prob_TK = choice_probs(selection.probs_TE, plan.expert_TK)
-        sends_again = packed and config.sends_again
+        sends_again = packed and config.sends_again(exchange.num_hosts)
         num_slots = config.wire_slots(num_tokens)
         wire = exchange.start(plan, tokens_TD, num_slots, sends_again=sends_again)
         return selection, prob_TK, wire

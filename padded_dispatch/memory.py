@@ -141,7 +141,7 @@ class LayerMemory:
             top_k=self.config.top_k,
             num_local_experts=self.config.num_local_experts,
             token_bytes=self.token_bytes,
-            sends_again=self.config.sends_again,
+            sends_again=self.sends_again,
         )
 
     def store(self, num_rows: int) -> int:
@@ -151,7 +151,8 @@ class LayerMemory:
     @property
     def sends_again(self) -> bool:
         """True if tokens of other ranks, or of the host, arrive once more in backward."""
-        return self.config.sends_tokens_again(self.num_tokens, direct=self.direct)
+        how = {"direct": self.direct, "num_hosts": self.num_hosts}
+        return self.config.sends_tokens_again(self.num_tokens, **how)
 
     @property
     def kept_tokens(self) -> int:

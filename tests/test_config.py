@@ -1,6 +1,7 @@
 """Capacity: Megatron's formula digit for digit, clamped and aligned."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -162,3 +163,15 @@ def test_sizes_of_a_pass_that_fits_are_not_known_before(capacity_pool):
 
 def test_a_needed_factor_is_rounded_up_to_hundredths_but_not_for_an_error_of_floats():
     assert [in_hundredths(need) for need in (0.0, 1.1, 1.101, 2.3)] == [0.0, 1.1, 1.11, 2.3]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_hosts", "again"),
+    # 1.5 * 2 * 1.25 is 3.75. Of 6 ranks 5 are others, but a rail keeps the tokens of 3.
+    [(1, 1, False), (4, 1, False), (5, 1, True), (6, 3, False), (6, 2, True), (8, 4, True)],
+)
+def test_what_a_host_would_keep_decides_whether_it_is_sent_again(num_ranks, num_hosts, again):
+    for factor in (1.25, NO_DROP):
+        sizes: Any = {"num_experts": 120, "top_k": 2, "capacity_factor": factor}
+        config = DispatchConfig(num_ranks=num_ranks, capacity_pool="store", **sizes)
+        assert config.sends_again(num_hosts) == again

@@ -224,7 +224,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         num_slots = self._slots(config, tokens_TD)
         if config.fits and not self.configs.in_training:
             num_slots = self.agreement.largest(num_slots)  # Ranks may have different T here.
-        sends_again = self.packed and config.sends_again
+        sends_again = self.packed and config.sends_again(self.exchange.num_hosts)
         return self.exchange.start(plan, tokens_TD, num_slots, sends_again=sends_again)
 
     def _slots(self, config: DispatchConfig, tokens_TD: Tensor) -> int:
