@@ -142,8 +142,10 @@ def _quiet() -> Iterator[None]:
     log = logging.getLogger("padded_dispatch")
     level = log.level
     log.setLevel(logging.ERROR)
-    yield
-    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def measure(
