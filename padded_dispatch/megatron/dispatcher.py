@@ -314,6 +314,13 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         )
         return tokens_TD, self.kept_E, probs
 
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Pass the experts' output on; raise if the experts did not run."""
+        rule = "be 'module' where a dispatcher's steps run without its layer's experts"
+        fix = "packed experts do the exchange; set PaddedOptions(experts='module')"
+        require(self.experts.call is None, "experts", "packed", rule, fix)
+        return hidden_states
+
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Pass on the sum of every token's rows, [T, D], which the experts have returned."""
         if self.shared_overlap is not None:

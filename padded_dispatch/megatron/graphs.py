@@ -49,6 +49,14 @@ def check_random_states(device: torch.device) -> None:
     )
 
 
+def _check_chunks(chunks: Any) -> None:
+    """Raise unless each chunk is in a wrapper of Megatron's, which zeroes and reduces gradients."""
+    require_chunks(chunks)
+    bare = [type(chunk).__name__ for chunk in chunks if not hasattr(chunk, "ddp_config")]
+    rule = "be in Megatron's DistributedDataParallel with CUDA graphs"
+    require(not bare, "chunks", bare, rule, "wrap them")
+
+
 class LayerGraphs:
     """CUDA graphs of a model's layers: forward and backward, for each microbatch in flight.
 
@@ -63,7 +71,8 @@ class LayerGraphs:
         optimizers: Megatron's optimizers, whose gradients the capture clears.
 
     Raises:
-        ValueError: if the config captures nothing of this model; see also `check_random_states`.
+        ValueError: if a chunk is not in DDP, Transformer Engine is missing, or the config captures
+            nothing of this model; see also `check_random_states`.
     """
 
     def __init__(
@@ -74,7 +83,9 @@ class LayerGraphs:
         micro_batch: int,
         optimizers: tuple[Any, ...] = (),
     ) -> None:
-        require_chunks(chunks)
+        _check_chunks(chunks)
+        rule = "have a GPU, and Transformer Engine, which captures layers"
+        require(cuda_graphs.HAVE_TE_GRAPHS, "LayerGraphs", "none", rule, "run eagerly on a CPU")
         config: Any = get_model_config(chunks[0])
         require(
             config.cuda_graph_impl == "transformer_engine",
@@ -177,15 +188,20 @@ class IterationGraph:
             kwargs: arguments of Megatron's `forward_backward_func`, with `forward_only` False.
 
         Raises:
-            ValueError: if the arguments or the layers have changed since the first call; in the
-                first call, if DDP reads gradients on the host, and see `check_random_states`.
+            ValueError: if an argument is missing, or the arguments or the layers have changed since
+                the first call; in the first call, if the model is not in DDP, or DDP reads
+                gradients on the host, and see `check_random_states`.
             torch.OutOfMemoryError: if the graph does not fit; the message names it.
         """
         names = "num_microbatches", "seq_length", "micro_batch_size"
+        missing = [name for name in ("model", *names) if name not in kwargs]
+        rule = "get all arguments of Megatron's schedules by name"
+        require(not missing, "IterationGraph", f"no {', '.join(missing)}", rule)
         sizes = tuple(kwargs[name] for name in names)
         if not self._sizes:
             model = kwargs["model"]
             chunks = model if isinstance(model, list) else [model]  # Schedules take both.
+            _check_chunks(chunks)
             check_random_states(device_of(chunks))
             for name in ("check_for_nan_in_grad", "check_for_large_grads"):
                 require(

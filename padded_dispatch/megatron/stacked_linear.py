@@ -313,6 +313,10 @@ def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: 
     state[f"{prefix}_extra_state"] = _NO_SCALES
 
 
+def _is_readable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+
+
 def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *given: Any) -> None:
     """Stack single experts; report keys that are missing or of another shape, as torch does."""
     *_, missing, _, errors = given
@@ -325,6 +329,11 @@ def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *given: An
             part = state.pop(key, own)
             if part is own:
                 missing.append(key)
+            elif not _is_readable(part):
+                shown = part.layout if isinstance(part, Tensor) else type(part).__name__
+                shown = "no data" if isinstance(part, Tensor) and part.is_meta else shown
+                errors.append(f"{key} must be a dense tensor with data, got {shown}")
+                part = own
             elif part.shape != own.shape:
                 found = f"{list(part.shape)}; the model has {list(own.shape)}"
                 errors.append(f"size mismatch for {key}: the checkpoint has {found}")

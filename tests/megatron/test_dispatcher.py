@@ -153,6 +153,19 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
         assert "set moe_expert_capacity_factor" in message
 
 
+def test_steps_of_a_dispatcher_by_themselves_need_cells():
+    """Packed experts do the exchange, so its steps return no rows for other experts."""
+    layer, x = tiny.padded_layer(experts="packed"), tiny.tokens(4)
+    steps = layer.token_dispatcher
+    probs_TE, map_TE = layer.router(x)
+    given, _, _ = steps.dispatch_postprocess(
+        *steps.token_dispatch(*steps.dispatch_preprocess(x, map_TE, probs_TE))
+    )
+    words = "^experts must be 'module' where a dispatcher's steps run without .*; packed experts do"
+    with pytest.raises(ValueError, match=words):
+        steps.combine_preprocess(given)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("changed", ["", "factor", "mode"])
 def test_what_decides_a_pass_stays_until_it_is_recomputed(changed, reentrant):

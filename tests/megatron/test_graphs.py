@@ -186,6 +186,26 @@ def test_other_ways_to_capture_are_refused(megatron):
         LayerGraphs(eager.chunks, seq_length=10, micro_batch=2)
 
 
+def test_a_model_outside_of_ddp_has_no_graphs(megatron):
+    training = training_of(graph="none")
+    bare = [training.chunks[0].module]
+    words = r"^chunks must be in Megatron's DistributedDataParallel.*, got \['Float16Module'\]"
+    with pytest.raises(ValueError, match=words):
+        LayerGraphs(bare, seq_length=10, micro_batch=2)
+    sizes = {"num_microbatches": 1, "seq_length": 10, "micro_batch_size": 2}
+    with pytest.raises(ValueError, match=words):
+        IterationGraph(training.config)(model=bare, **sizes)
+    words = "^IterationGraph must get all arguments .* by name, got 'no model, seq_length'$"
+    with pytest.raises(ValueError, match=words):
+        IterationGraph(training.config)(num_microbatches=1, micro_batch_size=2)
+
+
+def test_graphs_of_layers_need_transformer_engine(megatron, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", False)
+    with pytest.raises(ValueError, match=r"^LayerGraphs must have a GPU, and "):
+        LayerGraphs(training_of("moe").chunks, seq_length=10, micro_batch=2)
+
+
 def test_after_a_failed_capture_layers_are_eager(megatron):
     training = training_of("moe")
     with (

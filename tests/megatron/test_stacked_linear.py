@@ -203,6 +203,24 @@ def test_distributed_checkpoints_load_both_ways(tmp_path: Path, biased, source):
     assert_same(written(sharded(*ours)), written(sharded(*theirs)))
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "NoneType"),
+        ([[1.0]], "list"),
+        (torch.empty(24, 16, device="meta"), "no data"),
+        (torch.eye(24, 16).to_sparse(), "torch.sparse_coo"),
+    ],
+    ids=["none", "list", "meta", "sparse"],
+)
+def test_what_is_no_tensor_with_data_is_named_by_its_key(value, shown):
+    made = experts("packed")
+    state = made.state_dict() | {"linear_fc1.weight1": value}
+    words = rf"linear_fc1\.weight1 must be a dense tensor with data, got {shown}"
+    with pytest.raises(RuntimeError, match=words):
+        made.load_state_dict(state)
+
+
 @BIASED
 def test_shards_of_the_experts_replace_all_of_megatrons_default(biased):
     """Multi-token prediction of 0.16 takes those of a list of layers, then each layer's own."""
