@@ -69,6 +69,7 @@ class TracedRun:
 
     def __post_init__(self) -> None:
         limits = {"num_experts": MAX_EXPERTS, "top_k": self.num_experts}
+        limits["num_ranks"] = self.num_experts * max(1, self.etp_size)  # Each rank has an expert.
         for name in ("num_experts", "top_k", "num_tokens", "num_ranks", "hidden_size", "fc1_width"):
             value, limit = getattr(self, name), limits.get(name, 2**31 - 1)
             require(1 <= value <= limit, name, value, f"be from 1 to {limit}")
@@ -94,7 +95,8 @@ class Trace:
         probs_NTK: float32, the probabilities of these experts, 0 where the id is -1.
 
     Raises:
-        ValueError: for another shape, or experts out of range or order.
+        ValueError: for another shape, for experts out of range or order, or for probabilities that
+            are none.
     """
 
     run: TracedRun
@@ -117,6 +119,8 @@ class Trace:
         wrong = self.ids_NTK[~(follows | (self.ids_NTK[..., 1:] == -1)).all(-1)]
         rule = "have experts in ascending order, each once, then -1"
         require(not len(wrong), "ids_NTK", wrong[:1].tolist(), rule)
+        wrong = self.probs_NTK[~((self.probs_NTK >= 0) & (self.probs_NTK < math.inf))]
+        require(not len(wrong), "probs_NTK", wrong[:1].tolist(), "be finite, and at least 0")
 
     @property
     def microbatches(self) -> NDArray[np.int64]:

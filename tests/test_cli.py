@@ -142,3 +142,7 @@ def test_help_and_a_typo_need_no_torch():
     shown = re.findall(r"^usage: padded-dispatch (\w+)", printed, re.MULTILINE)
     assert shown == [*cli._COMMANDS]
     assert printed.splitlines()[-2:] == [f"padded-dispatch {__version__}", "set()"]
+
+
+def test_the_package_runs_as_the_command():
+    assert python("-m", "padded_dispatch", "--version") == f"padded-dispatch {__version__}\n"

@@ -21,6 +21,7 @@ LAYERS = (  # Low to high; modules on one line do not import each other.
     "megatron",
     "bench train",
     "cli",
+    "__main__",
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
 HOSTS = {"megatron", "transformer_engine"}

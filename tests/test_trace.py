@@ -41,6 +41,8 @@ def arrays(**changes) -> dict:
         (dict(num_tokens=0), "num_tokens must be from 1 to .*, got 0"),
         (dict(fc1_width=0), "fc1_width must be from 1 to .*, got 0"),
         (dict(hidden_size=2**31), "hidden_size must be from 1 to 2147483647, got 2147483648"),
+        (dict(num_ranks=2**31 - 1), "num_ranks must be from 1 to 4, got 2147483647"),
+        (dict(num_ranks=10, etp_size=2), "num_ranks must be from 1 to 8, got 10"),
         (dict(etp_size=3), "etp_size must divide num_ranks=2, got 3"),
         (dict(etp_size=0), "etp_size must divide num_ranks=2, got 0"),
     ],
@@ -58,6 +60,8 @@ def test_a_run_of_other_sizes_is_refused_by_name(values, message):
         (arrays(ids_NTK=arrays()["ids_NTK"] * 2), "ids_NTK must be -1 or .*=4, got -2"),
         (arrays(ids_NTK=arrays()["ids_NTK"] + 1), "ids_NTK must be .* num_experts=4, got 4"),
         (arrays(ids_NTK=arrays()["ids_NTK"] * 0), r"ids_NTK must have .* -1, got \[\[0, 0\]\]"),
+        (arrays(probs_NTK=arrays()["probs_NTK"] * np.nan), "probs_NTK must be finite.* got .nan"),
+        (arrays(probs_NTK=arrays()["probs_NTK"] - 9), "probs_NTK must be .* at least 0, got .-"),
     ],
 )
 def test_anything_else_is_refused_by_name(values, message):

@@ -10,6 +10,7 @@ factor, `no-drop` is `NO_DROP`, `fit` is `FIT`, and factors of layers are `3:1.5
 
 import argparse
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -25,7 +26,7 @@ from padded_dispatch.config import (
     pool_named,
     require,
 )
-from padded_dispatch.utils.flags import errors_name_flags, flag
+from padded_dispatch.utils.flags import errors_name_flags, flag, similar
 
 CapacityPool = Literal["auto", "store", "cells"]
 Experts = Literal["auto", "module", "packed"]
@@ -184,6 +185,17 @@ class PaddedOptions:
         require(valid, "trace", folder, "be the name of a folder, or None")
 
 
+def _naming_unknown(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def checked(self: PaddedOptions, **given: Any) -> None:
+        for name in given.keys() - {*_NAMES}:
+            fix = similar(name, _NAMES, f"they are {', '.join(_NAMES)}")
+            require(False, "PaddedOptions", name, "get options that it has", fix)
+        init(self, **given)
+
+    return checked
+
+
 def require_options(name: str, value: Any) -> None:
     """Raise if `value` is no `PaddedOptions`: a dict of a YAML file, for example.
 
@@ -228,3 +240,4 @@ def padded_flags() -> AbstractContextManager[None]:
 
 _DEFAULTS = PaddedOptions()
 _NAMES = tuple(dataclasses.asdict(_DEFAULTS))
+PaddedOptions.__init__ = _naming_unknown(PaddedOptions.__init__)

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from padded_dispatch.megatron.options import PaddedOptions, add_arguments, from_arguments
+from padded_dispatch.utils.flags import similar
 
 _PARSER = argparse.ArgumentParser(
     prog="python -m padded_dispatch.megatron.run",
@@ -64,7 +65,9 @@ def read(argv: list[str]) -> tuple[PaddedOptions, str, list[str]]:
     unknown = [word for word in padded if not word.startswith("--padded-vocab-size")]  # Megatron's.
     if unknown:
         rule = "must be an option of the padded dispatcher, and stand before any '--'"
-        _PARSER.error(f"{unknown[0]} {rule}; see --help")
+        name = unknown[0].partition("=")[0]
+        known = _PARSER._option_string_actions
+        _PARSER.error(f"{name} {rule}; {similar(name, {*known} - {name}, 'see --help')}")
     if script.startswith("-"):
         _PARSER.error(f"SCRIPT must stand before its own arguments, got {script!r} first")
     try:

@@ -15,6 +15,11 @@ from padded_dispatch.utils.logs import show
 from padded_dispatch.utils.results import require_folder
 
 
+def share(text: str) -> float:
+    """Parse a share: `0.01` or `1%`."""
+    return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+
+
 def read(argv: list[str]) -> argparse.Namespace:
     """Return the flags of `padded-dispatch tune`; no torch is imported for it."""
     if any(word.partition("=")[0] == "--plan" for word in argv):
@@ -30,8 +35,8 @@ def read(argv: list[str]) -> argparse.Namespace:
     about = "files or folders of `train --trace` or `--padded-trace`"
     add("traces", nargs="+", type=Path, metavar="TRACE", help=about)
     add("--report", type=Path, default=Path("tune.html"), help="page for the results")
-    about = "largest share of rows that may be dropped; 0.01 is 1 %%"
-    add("--drop", type=float, default=DROP, help=about)
+    about = "largest share of rows that may be dropped, such as 0.01 or 1%%"
+    add("--drop", type=share, default=DROP, metavar="X", help=about)
     about = "leave out earlier steps, such as the warm-up of the router"
     add("--from-step", type=int, default=0, help=about)
     about = (

@@ -7,7 +7,7 @@ most similar flag. Help shows defaults, and short names of values: `--tokens N [
 import argparse
 import difflib
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,9 +40,14 @@ class Parser(argparse.ArgumentParser):
         _, unrecognized, unknown = message.partition("unrecognized arguments: ")
         if unrecognized:
             flag = re.split("[ =]", unknown)[0]  # Empty if the word is.
-            similar = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-            message += f"; did you mean {similar[0]}?" if similar else "; --help lists the flags"
+            message += "; " + similar(flag, self._option_string_actions, "--help lists the flags")
         super().error(message)
+
+
+def similar(word: str, known: Iterable[str], otherwise: str) -> str:
+    """Return `did you mean ...?` with the known word that is most similar, or `otherwise`."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {found[0]}?" if found else otherwise
 
 
 def flag(field: str) -> str:

@@ -51,6 +51,14 @@ SHARE = "be a share from 0 to below 1"
 
 
 @pytest.mark.parametrize(
+    ("name", "fix"), [("exprts", "did you mean experts[?]"), ("x", "they are capacity_pool, exper")]
+)
+def test_an_option_that_there_is_not_is_named(name, fix):
+    with pytest.raises(ValueError, match=f"^PaddedOptions must get .* has, got '{name}'; {fix}"):
+        PaddedOptions(**{name: "packed"})
+
+
+@pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
         ("experts", "own", "be one of auto, module, packed"),

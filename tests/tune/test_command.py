@@ -35,7 +35,7 @@ def test_from_a_folder_of_traces_to_the_answer(tune, tmp_path):
     (tmp_path / "run").mkdir()
     for rank in (0, 1):
         save(TRACE.where(TRACE.ranks == rank), tmp_path / "run" / f"rank-{rank}.npy")
-    printed, page = tune("run --drop 0.02")
+    printed, page = tune("run --drop 2%")
     found = study(DEMAND, 0.02, name="run")
     assert printed == report.summary(found, Path("tune.html")) + "\n"
     svgs = {name: plots.svg(figure) for name, figure in plots.figures(found).items()}
