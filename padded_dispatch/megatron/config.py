@@ -2,75 +2,38 @@
 
 `REFUSED`: fields of TransformerConfig with values that would be ignored, or give wrong or untested
 results. `REPLACED`: fields that recipes set for another dispatcher. They are accepted, logged once
-with what replaces them, and reset to their defaults, except those in `KEPT`. `LayerConfigs`: our
-configs of one layer, and which one applies now.
+with what replaces them, and reset to their defaults, except those in `KEPT`.
 
 Each row is based on all uses of its field in Megatron-Core 0.16.1 to 0.20; a version may lack the
 field. Fields without a row act as in stock Megatron, or have no effect on padded layers.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from megatron.core.fp4_utils import get_fp4_align_size
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import (
-    FIT,
     NO_DROP,
     CapacityPool,
     DispatchConfig,
     is_positive,
     require,
 )
-from padded_dispatch.megatron.compat import captures, captures_iteration, capturing
+from padded_dispatch.megatron.compat import captures, captures_iteration
 from padded_dispatch.megatron.options import PaddedOptions, require_options
 from padded_dispatch.utils.logs import log_once
-from padded_dispatch.utils.phases import in_backward
 
 # The value of `moe_token_dispatcher_type` for this dispatcher.
 NAME = "padded_alltoall"
 
 _FIELDS: Any = TransformerConfig.__dataclass_fields__
 MOE_FIELDS = tuple(name for name in _FIELDS if name.startswith("moe_"))
-
-# Fields that decide what a rank computes of its peers' tokens, so ranks must have the same: those
-# that begin so, and others.
-_BEGIN = "moe_", "activation_func", "fp4", "fp8", "glu_linear_"
-_COMPARED = (
-    "add_bias_linear",
-    "bf16",
-    "bias_activation_fusion",
-    "cuda_graph_impl",
-    "cuda_graph_modules",
-    "cuda_graph_scope",
-    "delay_wgrad_compute",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "first_last_layers_bf16",
-    "fp16",
-    "gated_linear_unit",
-    "hidden_size",
-    "mlp_chunks_for_training",
-    "num_layers_at_end_in_bf16",
-    "num_layers_at_start_in_bf16",
-    "num_moe_experts",
-    "overlap_dispatch_backward_with_experts_wgrad",
-    "overlap_moe_expert_parallel_comm",
-    "params_dtype",
-    "quant_recipe",
-    "recompute_granularity",
-    "recompute_modules",
-    "sequence_parallel",
-    "transformer_impl",
-    "use_te_activation_func",
-)
 
 # Fields of `DispatchConfig`, and the fields of Megatron's config that set them.
 _NAMES = {
@@ -324,28 +287,6 @@ def padded_options(config: Any) -> PaddedOptions:
     return options
 
 
-def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
-    """Return all options and the fields of `config` that act on the padded path, as text by name.
-
-    They must be equal on all ranks of a layer.
-    """
-    names = (name for name in _FIELDS if name.startswith(_BEGIN))
-    fields = {name: _read(config, name) for name in (*names, *_COMPARED)}
-    if (recipe := fields["quant_recipe"]) is not None:  # Its text lacks the configs.
-        matchers = [(type(matcher).__name__, vars(matcher)) for matcher in recipe.matchers]
-        fields["quant_recipe"] = recipe.configs, matchers
-    values = dataclasses.asdict(padded_options(config)) | fields
-    return tuple((name, _text_of(value)) for name, value in values.items())
-
-
-def _text_of(value: Any) -> str:
-    """Return the text of a value; of a function its name, since an address differs by rank."""
-    if not callable(value):
-        return str(value)
-    function = getattr(value, "func", value)  # of a partial
-    return getattr(function, "__qualname__", type(function).__qualname__)
-
-
 def is_ours(config: Any) -> bool:
     """Return whether a model of this config has padded layers, by `NAME` or by `padded_spec`."""
     word = getattr(config, "moe_token_dispatcher_type", None)
@@ -418,105 +359,6 @@ def _alignment(config: Any) -> int:
         recipes += [getattr(config, f"{name}_recipe")] if getattr(config, name) else []
         sizes += [alignment(recipe) for recipe in recipes if recipe]
     return max(sizes)
-
-
-class LayerConfigs:
-    """The `DispatchConfig`s of one layer.
-
-    Router and dispatcher share one object. The router's train/eval mode decides which config
-    applies; it is set also if a CUDA graph replays the layer.
-
-    Attributes:
-        training: the config of training passes.
-        evaluation: the config of evaluation passes.
-        fitting: the config of eager passes that drop nothing (`FIT`).
-        has_context: whether the layer was last called with an `inference_context`.
-        has_hooks: whether `StepHooks` follow what this layer drops.
-        hooks: a weak reference to them, in their loop.
-        has_retry: whether they repeat steps in which this layer drops.
-        router: the router of the layer; None before the layer has one.
-
-    Args:
-        config, sizes: see `dispatch_config`.
-    """
-
-    def __init__(self, config: Any, **sizes: Any) -> None:
-        self._config, self._sizes, self._options = config, sizes, padded_options(config)
-        self.has_hooks = self.has_retry = self.has_context = False
-        self.hooks: Callable[[], Any] | None = None
-        self._of_pass: dict[bool, DispatchConfig] = {}  # Of each mode's last pass.
-        self.router: Any = None
-        self.find_factors(0)  # The layer has no number yet.
-
-    def find_factors(self, layer_number: int) -> None:
-        """Look up the factors of the layer with this number in the model.
-
-        Without `eval_factor`, sizes of evaluation passes follow from the routing (`FIT`), unless
-        graphs of a full iteration capture evaluation, too. Graphs of layers are replayed in
-        training only (for `local` ones `guard` ensures it).
-        """
-        config = dispatch_config(self._config, **self._sizes)
-        factor = self._options.layer_factors.get(layer_number, config.capacity_factor)
-        eval_factor = self._options.eval_factor
-        if eval_factor is None:
-            eval_factor = factor if captures_iteration(self._config) else FIT
-        self.training = dataclasses.replace(config, capacity_factor=factor)
-        self.evaluation = dataclasses.replace(config, capacity_factor=eval_factor)
-        self._generation = dataclasses.replace(config, capacity_factor=NO_DROP)
-        self.fitting = dataclasses.replace(config, capacity_factor=FIT)
-
-    @property
-    def current(self) -> DispatchConfig:
-        """The config for the layer's current mode.
-
-        Text generation drops nothing unless `eval_factor` is a number: sizes of eager passes follow
-        from the routing, and a CUDA graph, in which the host can read nothing, has room for every
-        routing. It has an `inference_context`, or torch's inference mode: in Megatron's engines a
-        rank without a request computes for its peers without a context. Without `eval_factor`,
-        evaluation in a graph has the config of training.
-        """
-        eval_factor = self._options.eval_factor
-        if self.in_training:
-            return self.training
-        generates = self.has_context or torch.is_inference_mode_enabled()
-        if eval_factor in (None, FIT) and generates:
-            return self._generation if capturing() else self.fitting
-        return self.training if eval_factor is None and capturing() else self.evaluation
-
-    def stays(self) -> bool:
-        """Return whether a pass that backward recomputes has the mode and config of its first run.
-
-        Call it once in each pass. It compares with the last pass outside of backward.
-        """
-        if not in_backward():
-            self._of_pass[self.in_training] = self.current
-        return self._of_pass.get(self.in_training) == self.current
-
-    @property
-    def in_training(self) -> bool:
-        """True while the layer is in training mode, and before it has a router."""
-        return self.router is None or self.router.training
-
-    @property
-    def on_overflow(self) -> str:
-        """The option of this name."""
-        return self._options.on_overflow
-
-    def check_on_overflow(self) -> None:
-        """Raise if `on_overflow` asks for hooks that are missing.
-
-        Raises:
-            ValueError: names the option.
-        """
-        has = {"error": self.has_hooks, "retry": self.has_retry}
-        if not has.get(self.on_overflow, True):
-            raise ValueError(
-                f"a training loop must have StepHooks to follow on_overflow={self.on_overflow!r}, "
-                "got none; make padded_dispatch.megatron.StepHooks of the model before the first "
-                "step, call its after_step() after each one, and run the passes by its wrap(), or "
-                "leave the option out. pretrain() of Megatron-LM and of Megatron-Bridge has them, "
-                "if it is imported before the model's config is made"
-            )
 
 
 def _read(config: Any, name: str) -> Any:

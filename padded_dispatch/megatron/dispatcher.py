@@ -42,13 +42,14 @@ from padded_dispatch.experts.padded import DispatchState
 from padded_dispatch.experts.store import Store, room_of_pass
 from padded_dispatch.megatron.chunks import Chunk, join
 from padded_dispatch.megatron.compat import SharedExpertOverlap
-from padded_dispatch.megatron.config import LayerConfigs, padded_options
+from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.experts import (
     ChosenExperts,
     in_fp8,
     require_gradients_arrive,
     require_weights_stay,
 )
+from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.memory import LayerMemory, gib
 from padded_dispatch.routing import Plan, choice_probs, make_plan
 from padded_dispatch.utils.logs import log_once

@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from padded_dispatch.config import FIT, require
 from padded_dispatch.exchange.agreement import NamedValues, agree_on_shapes
 from padded_dispatch.megatron.compat import capturing, number_in_model
-from padded_dispatch.megatron.config import settings_of
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
+from padded_dispatch.megatron.layer_configs import settings_of
 from padded_dispatch.routing import select
 from padded_dispatch.utils.phases import require_first_derivatives, trains, unseen
 

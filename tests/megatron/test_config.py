@@ -21,7 +21,6 @@ from padded_dispatch.megatron.config import (
     check_experts,
     check_pipeline,
     dispatch_config,
-    settings_of,
     take_over,
 )
 from tests.support import tiny
@@ -177,15 +176,6 @@ def test_alignment_follows_the_recipe(settings, rows):
     config = megatron_config(**settings)
     translated = dispatch_config(config, num_ranks=1, etp_size=1)
     assert translated.alignment == rows
-
-
-def test_equal_recipes_of_matchers_without_a_text_are_equal():
-    made = []
-    for name in ("fc1", "fc1", "fc2"):
-        (matcher := type("Matcher", (), {})()).name = name
-        made.append(SimpleNamespace(configs={}, matchers=[matcher]))
-    first, same, other = (settings_of(megatron_config(quant_recipe=recipe)) for recipe in made)
-    assert first == same != other
 
 
 OVERLAPS: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}

@@ -11,7 +11,8 @@ from megatron.core.transformer import cuda_graphs
 
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.megatron.compat import iteration_graph
-from padded_dispatch.megatron.config import LayerConfigs, check_config
+from padded_dispatch.megatron.config import check_config
+from padded_dispatch.megatron.layer_configs import LayerConfigs, settings_of
 from tests.support import tiny
 
 
@@ -75,3 +76,14 @@ def test_evaluation_that_a_graph_of_iterations_captures_is_as_training():
         assert configs.current.capacity_factor == evaluation
         with torch.inference_mode():
             assert configs.current.capacity_factor == FIT
+
+
+def test_equal_recipes_of_matchers_without_a_text_are_equal():
+    made = []
+    for name in ("fc1", "fc1", "fc2"):
+        (matcher := type("Matcher", (), {})()).name = name
+        made.append(SimpleNamespace(configs={}, matchers=[matcher]))
+    first, same, other = (
+        settings_of(tiny.config(later={"quant_recipe": recipe})) for recipe in made
+    )
+    assert first == same != other
