@@ -214,12 +214,13 @@ class DispatchConfig:
 
         Where every token has a slot at every rank, S - 1 times T tokens can arrive. They are sent
         again if these are more than one and a half times the rows that a store has for a layer.
-        `num_hosts`: if a rail brings the tokens of H ranks, these are kept, and S - H times T left.
+        `num_hosts`: a pass behind a rail keeps the tokens of H ranks, which the network brought,
+        and always sends them again inside of each host.
         """
         factor = self.capacity_factor
         if factor in (FIT, NO_DROP):
             factor = _STORE_FACTOR
-        return self.num_sources - num_hosts > _KEPT_SHARES * self.top_k * factor
+        return num_hosts > 1 or self.num_sources - 1 > _KEPT_SHARES * self.top_k * factor
 
     def sends_tokens_again(self, num_tokens: int, *, direct: bool, num_hosts: int = 1) -> bool:
         """Return whether a pass of T tokens sends them again; with P < T slots it does not."""
@@ -230,15 +231,13 @@ class DispatchConfig:
         """Return how many tokens a pass of T tokens keeps until backward.
 
         Direct writes keep those of other ranks, collectives all slots; one source keeps none, and
-        neither does a pass that sends them again. `num_hosts`: if above 1, a rail gathers tokens of
-        so many ranks. These are kept, also where the host sends them again.
+        neither does a pass that sends them again. `num_hosts`: behind a rail it keeps what the rail
+        gathered, the tokens of H ranks.
         """
-        gathered = num_hosts * num_tokens if num_hosts > 1 else 0
-        how = {"direct": direct, "num_hosts": num_hosts}
-        if self.num_sources == 1 or self.sends_tokens_again(num_tokens, **how):
-            return gathered
-        if gathered:
-            return self.num_sources * num_tokens
+        if num_hosts > 1:
+            return num_hosts * num_tokens
+        if self.num_sources == 1 or self.sends_tokens_again(num_tokens, direct=direct):
+            return 0
         if direct:
             return (self.num_sources - 1) * num_tokens
         return self.num_sources * self.wire_slots(num_tokens)

@@ -146,7 +146,7 @@ class MemoryPlan:
         if self.config.num_sources == 1:
             arrived = "none"
         elif rail:
-            arrived = "I Y H T D" if layer.sends_again else "I Y R T D"
+            arrived = "I Y H T D"
         else:
             arrived = "none: sent again" if layer.sends_again else f"I Y {arrived}"
         kept = self.store_layers * layer.kept_tokens
