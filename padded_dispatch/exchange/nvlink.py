@@ -61,8 +61,16 @@ def domain() -> tuple[str, str]:
     """Return the NVLink domain of this process's GPU, and why it cannot share memory there.
 
     The domain is "" if there is certainly none, which is a reason, too. Hosts with NVSwitches of
-    their own, such as HGX, have a fabric, and a cluster of zeros.
+    their own, such as HGX, have a fabric, and a cluster of zeros. It raises nothing, since other
+    ranks wait for the answer.
     """
+    try:
+        return _find_domain()
+    except (OSError, RuntimeError, AttributeError) as error:
+        return "", f"{error!r:.200} from a driver, on {socket.gethostname()}"
+
+
+def _find_domain() -> tuple[str, str]:
     info = _FabricInfo(version=ctypes.sizeof(_FabricInfo) | 2 << 24)
     name, obstacle = "", _ask_fabric(info)
     if not obstacle and info.state == _NOT_SUPPORTED:

@@ -357,7 +357,17 @@ def _uuid() -> str:
 
 
 def _obstacle(seats: list[_Seat], *, over_nvlink: bool) -> str:
-    """Return why this rank cannot write to the memory of all `seats`; "" if it can."""
+    """Return why this rank cannot write to the memory of all `seats`; "" if it can.
+
+    It raises nothing, since other ranks wait for the answer.
+    """
+    try:
+        return _find_obstacle(seats, over_nvlink=over_nvlink)
+    except (OSError, RuntimeError, AttributeError) as error:
+        return f"{error!r:.200} from a question about its GPUs"
+
+
+def _find_obstacle(seats: list[_Seat], *, over_nvlink: bool) -> str:
     if (backend := _backend()) != "CUDA":
         return f"the backend {backend} of torch's symmetric memory, which has no barrier on streams"
     # Several machines are one host in an NVLink domain alone, where handles go through a store.

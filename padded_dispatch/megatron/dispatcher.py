@@ -110,7 +110,9 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.agreement = Agreement(*groups)
         device = torch.device(torch.cuda.current_device())
         kind = self._options.exchange
-        self.agreement.check(exchange=kind, experts_are_packed=self.packed)
+        # Only some choices run collectives.
+        chosen_by = {"exchange": kind, "experts_are_packed": self.packed, "device": device.type}
+        self.agreement.check(**chosen_by)
         self.exchange, reason = choose(
             self.configs.current, *groups, kind, packed=self.packed, device=device
         )

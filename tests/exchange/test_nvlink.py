@@ -209,3 +209,11 @@ def test_memory_that_torch_cannot_allocate_is_an_obstacle(rack):
     rack.allocates = False
     domain, obstacle = found()
     assert domain == NAME and "fabric handle (CUDA driver error: 801); it needs" in obstacle
+
+
+def test_a_question_that_raises_is_an_answer_since_peers_wait_for_it(rack, monkeypatch):
+    def lost(number: int) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lost)
+    assert found() == ("", "RuntimeError('the device is lost') from a driver")

@@ -163,6 +163,13 @@ def test_machines_of_an_nvlink_domain_need_no_folder(machine, rendezvous):
     rendezvous.assert_called_once()
 
 
+@pytest.mark.parametrize("error", [OSError("libcuda.so.1: no such file"), RuntimeError("lost\nat")])
+def test_a_driver_that_fails_on_one_rank_is_refused_on_all(machine, monkeypatch, error):
+    monkeypatch.setattr(symmetric_memory, "linked", Mock(side_effect=error))
+    words = f"{type(error).__name__}('{error.args[0].splitlines()[0]}"
+    assert obstacle(over_nvlink=True).startswith(words)
+
+
 def test_processes_meet_in_one_folder_of_one_host(pool2, monkeypatch, tmp_path):
     here = symmetric_memory._folder()
     assert pool2.run(symmetric_memory._folder) == [here, here]

@@ -131,6 +131,21 @@ def test_ranks_that_split_experts_count_the_rows_of_a_store_once(pool2):
     assert pool2.run(_counts_kept, "module") == [True, True]
 
 
+def _on_another_device() -> str:
+    sizes = {"expert_model_parallel_size": 2}
+    device = ["cpu", "meta"][dist.get_rank()]
+    with megatron("cpu", **sizes), patch.object(torch.cuda, "current_device", lambda: device):
+        with pytest.raises(ValueError) as error:
+            tiny.padded_layer(**sizes)
+        return str(error.value)
+
+
+def test_ranks_on_other_kinds_of_devices_raise_before_they_choose_an_exchange(pool2):
+    """The choice makes collective calls on GPUs alone."""
+    for message in pool2.run(_on_another_device):
+        assert "device is cpu on rank 0, meta on rank 1" in message
+
+
 def test_options_that_come_after_the_layer_are_refused():
     made = tiny.padded_layer(on_overflow="warn")
     made.config.padded_dispatch = PaddedOptions(on_overflow="error")
