@@ -102,7 +102,12 @@ class StepHooks:
             fix = "make StepHooks(chunks, passes=Passes(...))"
             require(passes is not None, "trace", folder, rule, fix)
             assert passes is not None
-            self.recorder = record_routing(chunks, Path(folder), passes, steps_done=steps_done)
+            problem = ""  # The folder may be on a disk of each host.
+            try:
+                self.recorder = record_routing(chunks, Path(folder), passes, steps_done=steps_done)
+            except ValueError as error:
+                problem = str(error)
+            _raise_on_all(problem)
             if self.recorder is not None:  # Close it after an error, too, or with the process.
                 weakref.finalize(self, self.recorder.close)
 
@@ -193,6 +198,15 @@ def _settings_of_all(
             )
     merged = {number: value for _, part, _ in given for number, value in part.items()}
     return {number: merged[number] for number in sorted(merged)}, any(one[2] for one in given)
+
+
+def _raise_on_all(problem: str) -> None:
+    """Raise on all ranks if one of them has a problem; a collective call."""
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, found in enumerate(problems):
+        if found:
+            raise ValueError(f"{found} (on rank {rank})")
 
 
 def _check_layers(settings: dict[int, LayerSettings]) -> None:

@@ -1,7 +1,9 @@
 """Snapshots equal a count on the host, over all ranks, layers and stages, each counted once."""
 
 import re
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from padded_dispatch.config import NO_DROP
-from padded_dispatch.megatron import LayerGraphs, Passes, StepHooks
+from padded_dispatch.megatron import LayerGraphs, Passes, StepHooks, steps
+from padded_dispatch.megatron.record import record_routing
 from padded_dispatch.megatron.retry import Retry
 from padded_dispatch.megatron.telemetry import scalars
 from tests.support import parity, tiny
@@ -372,6 +375,27 @@ def test_a_rank_with_wrong_arguments_does_not_leave_its_peers_waiting(pool2):
         name = shown.split()[0]
         first, second = pool2.run(_differs, name, values)
         assert first == second and re.match(shown, first)
+
+
+def _traced(folder: str) -> str:
+    """Record into a folder of which each host has its own; here it is a file on rank 1."""
+    sizes = Passes(num_microbatches=1, num_tokens=T, num_steps=1)
+    with parity.megatron("cpu"):
+        mine = record_routing
+        if dist.get_rank():
+            mine = lambda chunks, _, *given, **how: record_routing(  # noqa: E731
+                chunks, Path("/dev/null"), *given, **how
+            )
+        with patch.object(steps, "record_routing", mine), pytest.raises(ValueError) as error:
+            StepHooks([model(1, trace=folder)], passes=sizes)
+        return str(error.value)
+
+
+def test_a_folder_that_one_rank_cannot_write_is_named_on_all(pool2, tmp_path):
+    """That rank alone would raise, and its peers would wait for it in the first read."""
+    first, second = pool2.run(_traced, str(tmp_path))
+    assert first == second
+    assert first.startswith("trace must be ") and first.endswith(" (on rank 1)")
 
 
 def _over_tensor_parallel_ranks() -> Any:
