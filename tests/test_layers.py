@@ -5,6 +5,7 @@ tests of padded_dispatch/kernels/rows.py.
 """
 
 import ast
+import re
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -77,3 +78,18 @@ def test_every_test_file_mirrors_a_source_file():
     files = [path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")]
     others = {path for path in files if not mirrors(path) and path.parts[0] != "gpu"}
     assert {path.stem.removeprefix("test_") for path in others} == NOT_MIRRORED
+
+
+def test_maintainers_read_each_file_once_and_the_first_room_in_an_afternoon():
+    page = (ROOT / "megatron" / "MAINTAINERS.md").read_text()
+    table = page.split("## In what order to read it")[1].split("\n## ")[0]
+    rooms = [
+        re.findall(r"`(\w+\.py)`", room)
+        for room in re.split(r"^\| \w.*?(?= \|)", table, flags=re.M)
+    ]
+    named = [name for room in rooms for name in room]
+    assert sorted(named) == sorted(path.name for path in (ROOT / "megatron").glob("[!_]*.py"))
+    layer = next(room for room in rooms if room)
+    assert layer[0] == "layer.py"
+    lines = [len((ROOT / "megatron" / name).read_text().splitlines()) for name in layer]
+    assert sum(lines) <= 2_200
