@@ -119,10 +119,8 @@ Adam.step, Adam._apply_scale = step, store_no_zeros
 FIRST_STEP = 21  # Those before it compile, capture, and warm up.
 
 
-def write_text(prefix: Path, sources: Path) -> None:
-    """Write the first 16 million characters of Python sources as a dataset, a token per word."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
+def documents(sources: Path) -> list[list[int]]:
+    """Return the tokens of Python sources, a token per word; 16 million characters, no more."""
     words_of, size = [], 0
     for path in sorted(sources.rglob("*.py")):
         text = path.read_text(errors="replace")
@@ -131,10 +129,16 @@ def write_text(prefix: Path, sources: Path) -> None:
             break
     commonest = Counter(word for words in words_of for word in words).most_common(32_000)
     token_of = {word: token for token, (word, _) in enumerate(commonest, start=1)}
+    return [[*(token_of.get(word, 0) for word in words), 32_767] for words in words_of]
+
+
+def write_text(prefix: Path, sources: Path) -> None:
+    """Write the documents as a dataset of Megatron's."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for words in words_of:
-        tokens = [token_of.get(word, 0) for word in words]
-        builder.add_document([*tokens, 32_767], [len(words) + 1])
+    for tokens in documents(sources):
+        builder.add_document(tokens, [len(tokens)])
     builder.finalize(f"{prefix}.idx")
 
 

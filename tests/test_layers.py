@@ -31,7 +31,7 @@ HOST_USERS = {"megatron", "bench", "train"}
 # tests/gpu are named after what they measure.
 REPOSITORY = (
     "bridge_run build compile import language layers notebooks readme real_run recipes rivals "
-    "upstream"
+    "upstream why_ahead"
 )
 NOT_MIRRORED = {*REPOSITORY.split(), "contract", "defects"}
 
