@@ -80,7 +80,7 @@ def _showing(method: Callable[..., Any]) -> Callable[..., Any]:
     parameters = inspect.signature(method)
 
     @functools.wraps(method)
-    def showing(*args: Any, **kwargs: Any) -> Any:
+    def showing(*args: object, **kwargs: object) -> Any:
         model = parameters.bind(*args, **kwargs).arguments["megatron_model"]
         with single_experts(model if isinstance(model, list) else [model]):
             return method(*args, **kwargs)
@@ -112,7 +112,7 @@ def _keeping(convert: Callable[..., Any]) -> Callable[..., Any]:
     return keeping
 
 
-def _add_options(converted: Any, value: Any) -> None:
+def _add_options(converted: object, value: object) -> None:
     """Add the options of `value` to `converted`, if `value` is a config with padded layers."""
     if isinstance(converted, dict) and not isinstance(value, dict) and is_ours(value):
         converted[KEY] = dataclasses.asdict(padded_options(value))

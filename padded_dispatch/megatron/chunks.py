@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from padded_dispatch.config import DispatchConfig
@@ -23,7 +25,7 @@ from padded_dispatch.experts.store import Store
 class Chunk:
     """Layers that share a store; `number` is the last one's."""
 
-    config: Any
+    config: TransformerConfig
     key: tuple[object, ...]
     store: Store
     number: int = 0
@@ -34,11 +36,11 @@ _last: weakref.ref[Chunk] | None = None
 
 
 def join(
-    config: Any,
+    config: TransformerConfig,
     number: int,
     dispatch_config: Callable[[], DispatchConfig],
-    pipeline: Any = None,
-    group: Any = None,
+    pipeline: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
     name: str = "",
 ) -> tuple[Chunk, list[int]]:
     """Let a layer join the chunk of the one before it, or begin a new chunk.
@@ -78,7 +80,9 @@ def num_repeats(config: Any, number: int) -> int:
     return config.mtp_num_layers if is_repeated else 1
 
 
-def _place(config: Any, number: int, pipeline: Any, name: str) -> tuple[int | None, int]:
+def _place(
+    config: TransformerConfig, number: int, pipeline: dist.ProcessGroup | None, name: str
+) -> tuple[int | None, int]:
     """Return a number that identifies a layer's virtual stage, and the layer's index in the stage.
 
     None for a hybrid stack's multi-token prediction; `join` takes the stage of the layer before.

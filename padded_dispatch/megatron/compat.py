@@ -64,13 +64,13 @@ def layer_graphs(*scopes: str) -> dict[str, Any]:
     return {"cuda_graph_impl": "transformer_engine", name: list(scopes)}
 
 
-def graph_scopes(config: Any) -> set[str]:
+def graph_scopes(config: TransformerConfig) -> set[str]:
     """Return names of the parts of a layer that a config captures; empty means whole layers."""
     scopes = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", ())
     return {getattr(scope, "name", scope) for scope in scopes or ()}
 
 
-def captures_moe(config: Any) -> bool:
+def captures_moe(config: TransformerConfig) -> bool:
     """Return whether a config asks for graphs of scope `moe`, before Megatron parses it.
 
     `TransformerConfig.__post_init__` parses the scopes. Until then they are one string or enum
@@ -82,7 +82,7 @@ def captures_moe(config: Any) -> bool:
     return (asked or config.enable_cuda_graph) and re.search(r"\bmoe\b", str(scopes)) is not None
 
 
-def captures(config: Any, *parts: str) -> bool:
+def captures(config: TransformerConfig, *parts: str) -> bool:
     """Return whether training captures one of these `parts` of layers, maybe in a larger graph."""
     if config.cuda_graph_impl == "none":
         return False
@@ -102,7 +102,7 @@ def capturing() -> bool:
     return is_capturing() or is_graph_capturing() or is_graph_warmup()
 
 
-def captures_iteration(config: Any) -> bool:
+def captures_iteration(config: TransformerConfig) -> bool:
     """Return whether a config asks for one graph of all passes of a step."""
     impl = config.cuda_graph_impl
     scoped = impl == "local" and "full_iteration" in graph_scopes(config)

@@ -142,7 +142,7 @@ REPLACED = {
 KEPT = ("moe_pad_experts_for_cuda_graph_inference", "use_transformer_engine_op_fuser")
 
 
-def check_config(config: Any) -> None:
+def check_config(config: TransformerConfig) -> None:
     """Raise one error for everything in `config` that the padded path does not support.
 
     Options and sizes are checked as well, as far as they follow from the config alone.
@@ -165,7 +165,7 @@ def check_config(config: Any) -> None:
         )
 
 
-def _refused_graphs(config: Any) -> list[str]:
+def _refused_graphs(config: TransformerConfig) -> list[str]:
     """Return one line per setting that the config's CUDA graphs of layers do not support."""
     impl = _read(config, "cuda_graph_impl")
     if captures_iteration(config):
@@ -195,7 +195,7 @@ def _refused_graphs(config: Any) -> list[str]:
     return lines
 
 
-def take_over(config: Any) -> None:
+def take_over(config: TransformerConfig) -> None:
     """Reset fields that a recipe sets for another dispatcher; log once what replaces each.
 
     Call it before Megatron's own checks, which require the other dispatcher for such fields, and
@@ -209,7 +209,7 @@ def take_over(config: Any) -> None:
             setattr(config, name, _FIELDS[name].default)
 
 
-def check_pipeline(config: Any) -> None:
+def check_pipeline(config: TransformerConfig) -> None:
     """Raise if the combined schedule would run one pass on the input of another.
 
     `forward_backward_pipelining_with_interleaving` does so without `overlap_p2p_comm`, also with
@@ -229,7 +229,7 @@ def check_pipeline(config: Any) -> None:
     )
 
 
-def last_layer(config: Any) -> int:
+def last_layer(config: TransformerConfig) -> int:
     """Return the number of the model's last layer, layers of multi-token prediction included."""
     later = _read(config, "mtp_num_layers") or 0
     if _read(config, "mtp_use_repeated_layer"):  # One layer, run several times.
@@ -237,7 +237,7 @@ def last_layer(config: Any) -> int:
     return config.num_layers + later
 
 
-def _check_layers(config: Any, options: PaddedOptions) -> None:
+def _check_layers(config: TransformerConfig, options: PaddedOptions) -> None:
     """Raise if `layer_factors` names layers that the model does not have, or dense ones.
 
     The config of a hybrid stack does not show how many layers predict each further token, so there
@@ -257,7 +257,7 @@ def _check_layers(config: Any, options: PaddedOptions) -> None:
     )
 
 
-def _is_dense(config: Any, number: int) -> bool:
+def _is_dense(config: TransformerConfig, number: int) -> bool:
     """Return whether `moe_layer_freq` makes layer `number`, from 1, a layer without experts."""
     pattern = _read(config, "moe_layer_freq") or 1
     number = min(number, config.num_layers)  # Multi-token prediction is like the last layer.
@@ -266,7 +266,7 @@ def _is_dense(config: Any, number: int) -> bool:
     return len(pattern) == config.num_layers and not pattern[number - 1]
 
 
-def refusals(config: Any, rows: tuple[Refused, ...]) -> list[str]:
+def refusals(config: TransformerConfig, rows: tuple[Refused, ...]) -> list[str]:
     """Return one line per setting that the rows refuse: field, value, reason, remedy."""
     lines = []
     for row in rows:
@@ -276,7 +276,7 @@ def refusals(config: Any, rows: tuple[Refused, ...]) -> list[str]:
     return lines
 
 
-def padded_options(config: Any) -> PaddedOptions:
+def padded_options(config: object) -> PaddedOptions:
     """Return the options of a config, or the defaults if it has none.
 
     Raises:
@@ -287,13 +287,13 @@ def padded_options(config: Any) -> PaddedOptions:
     return options
 
 
-def is_ours(config: Any) -> bool:
+def is_ours(config: object) -> bool:
     """Return whether a model of this config has padded layers, by `NAME` or by `padded_spec`."""
     word = getattr(config, "moe_token_dispatcher_type", None)
     return word == NAME or hasattr(config, "has_padded_layers")
 
 
-def check_experts(experts: Any) -> None:
+def check_experts(experts: object) -> None:
     """Raise if a class of experts cannot take padded rows with row counts on the host.
 
     TEGroupedMLP, SequentialMLP and their subclasses can.
@@ -313,7 +313,11 @@ def check_experts(experts: Any) -> None:
 
 
 def dispatch_config(
-    config: Any, *, num_ranks: int, etp_size: int, capacity_pool: CapacityPool = "cells"
+    config: Any,
+    *,
+    num_ranks: int,
+    etp_size: int,
+    capacity_pool: CapacityPool = "cells",
 ) -> DispatchConfig:
     """Return the settings that decide our shapes, read from Megatron's config.
 
@@ -343,7 +347,7 @@ def dispatch_config(
         raise ValueError(_MEGATRONS.sub(lambda name: _NAMES[name[0]], str(error))) from None
 
 
-def _alignment(config: Any) -> int:
+def _alignment(config: TransformerConfig) -> int:
     """Return the largest alignment in rows that one of the config's fp8 and fp4 recipes needs.
 
     In Megatron-Core 0.16.1 to 0.20 it is 32 for the fp8 recipe mxfp8, 16 for the other fp8 recipes,
@@ -361,6 +365,6 @@ def _alignment(config: Any) -> int:
     return max(sizes)
 
 
-def _read(config: Any, name: str) -> Any:
+def _read(config: TransformerConfig, name: str) -> Any:
     """Return the field's value; None, which no row refuses, if this version lacks the field."""
     return getattr(config, name, None)

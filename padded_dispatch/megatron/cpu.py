@@ -68,7 +68,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _is_cuda(value: Any = None) -> bool:
+def _is_cuda(value: object = None) -> bool:
     """Return whether a value is a CUDA device, its name or its number."""
     return isinstance(value, int | str | torch.device) and torch.device(value).type == "cuda"
 

@@ -30,7 +30,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from padded_dispatch.config import NO_DROP, DispatchConfig, require
@@ -91,7 +93,12 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
     place_SBK: Any = None
     kept_E: Any = None
 
-    def __init__(self, config: Any, pg_collection: Any, chosen: ChosenExperts) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        chosen: ChosenExperts,
+    ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.packed = chosen.packed
         self.experts: Any = None  # Set by the layer.
@@ -434,7 +441,7 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         return sum_TD
 
 
-def is_padded(module: Any) -> bool:
+def is_padded(module: object) -> bool:
     """Return whether a module is a MoE layer with the padded dispatcher."""
     return isinstance(getattr(module, "token_dispatcher", None), PaddedAlltoAllTokenDispatcher)
 

@@ -32,7 +32,9 @@ import torch.nn.functional as F
 from megatron.core import activations
 from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.fusions import fused_bias_geglu
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from padded_dispatch.config import CapacityPool, require
@@ -69,7 +71,7 @@ class ChosenExperts:
     reason: str
 
 
-def chosen_experts(config: Any) -> ChosenExperts:
+def chosen_experts(config: TransformerConfig) -> ChosenExperts:
     """Return the experts that the options of a config mean, and which rows share room.
 
     "auto" keeps the spec's module if the config has a setting that `StackedExperts` does not
@@ -94,7 +96,7 @@ def chosen_experts(config: Any) -> ChosenExperts:
     return ChosenExperts(packed=packed, pool=pool, reason=reason)
 
 
-def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
+def require_gradients_arrive(experts: nn.Module, config: TransformerConfig) -> None:
     """Raise if DDP would never see the weight gradients of the spec's experts.
 
     With `overlap_dispatch_backward_with_experts_wgrad` TEGroupedMLP stores them in `grad` after
@@ -121,7 +123,7 @@ def require_gradients_arrive(experts: nn.Module, config: Any) -> None:
     )
 
 
-def require_weights_stay(experts: nn.Module, config: Any) -> None:
+def require_weights_stay(experts: nn.Module, config: TransformerConfig) -> None:
     """Raise if graphs of layers hold experts whose weights Megatron-FSDP gathers for each pass.
 
     Its hooks of the layer gather them, into memory that it allocates and frees for each pass.
@@ -158,7 +160,7 @@ def _obstacle_to_packed(config: Any) -> str:
     return ""
 
 
-def adds_gradients(config: Any) -> bool:
+def adds_gradients(config: TransformerConfig) -> bool:
     """Return whether the backward of a pass that runs now may add gradients to `main_grad` itself.
 
     `grad_added_to_main_grad` keeps DDP from adding them again. A replay does not set this flag, and
@@ -174,7 +176,7 @@ def adds_gradients(config: Any) -> bool:
     return config.cuda_graph_impl != "none" or not is_capturing()
 
 
-def in_fp8(config: Any, number: int) -> bool:
+def in_fp8(config: TransformerConfig, number: int) -> bool:
     """Return whether the experts of a layer compute in fp8, as Megatron's own would.
 
     `number`: the layer's number in the model, from 1. Layers of multi-token prediction, after the
@@ -200,7 +202,9 @@ class StackedExperts(MegatronModule):
         ValueError: names every setting that it does not support.
     """
 
-    def __init__(self, config: Any, experts: Any, pg_collection: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, experts: nn.Module, pg_collection: ProcessGroupCollection
+    ) -> None:
         super().__init__(config=config)
         if refused := _refused(config):
             raise ValueError(refused)
@@ -309,7 +313,7 @@ class StackedExperts(MegatronModule):
         }
 
 
-def _loaded(experts: StackedExperts, keys: Any) -> None:
+def _loaded(experts: StackedExperts, keys: object) -> None:
     experts.mark_stale()
 
 
@@ -322,7 +326,7 @@ _FUNCTIONS: dict[Any, Function] = {
 }
 
 
-def _activation(config: Any) -> Activation:
+def _activation(config: TransformerConfig) -> Activation:
     function = _FUNCTIONS[config.activation_func]
     if not config.gated_linear_unit:
         return Activation(function=function, gated=False)
@@ -348,7 +352,7 @@ def _parameters(experts: Any, linear: str) -> tuple[list[Tensor], list[Tensor]]:
     return [weight for weight, _ in pairs], [bias for _, bias in pairs if bias is not None]
 
 
-def _refused(config: Any) -> str:
+def _refused(config: TransformerConfig) -> str:
     """Return the settings that `StackedExperts` does not compute, one a line; empty if none."""
     found = refusals(config, _FIELDS)
     if config.fp8 and config.fp8_recipe not in _FP8_RECIPES:

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -170,7 +171,7 @@ class IterationGraph:
         config: the model's config; the first `cuda_graph_warmup_steps` calls are eager.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         self.wrapped: Any = FullCudaGraphWrapper(
             get_forward_backward_func(), cuda_graph_warmup_steps=config.cuda_graph_warmup_steps
         )

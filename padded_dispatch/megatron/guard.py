@@ -36,6 +36,7 @@ from megatron.core.transformer.cuda_graphs import (
     _CudagraphGlobalRecord,
     _CudaGraphRunner,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
@@ -61,7 +62,7 @@ _NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatche
 _captured: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
 
 
-def install(config: Any) -> None:
+def install(config: TransformerConfig) -> None:
     """Wrap what the guard needs of Megatron for a config, before its layers are built."""
     if config.cuda_graph_impl != "none":
         PATCHED.wrap(TransformerLayer, "__call__", _wrap_call)
@@ -159,7 +160,7 @@ def _mask_of(inputs: dict[str, Any]) -> str:
 
 def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def guarded_call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    def guarded_call(layer: TransformerLayer, *args: object, **kwargs: object) -> Any:
         run = functools.partial(call, layer)
         if not is_ours(layer.config):
             return run(*args, **kwargs)
@@ -183,7 +184,7 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
     return guarded_call
 
 
-def _note_pass(layer: Any, moe: Any, kwargs: dict[str, Any]) -> None:
+def _note_pass(layer: TransformerLayer, moe: Any, kwargs: dict[str, Any]) -> None:
     """Record the inputs of a padded layer's pass, eager or not; raise if no graph can be made."""
     impl = layer.config.cuda_graph_impl
     captures_part = impl == "local" and "moe" in str(graph_scopes(layer.config))
@@ -203,7 +204,9 @@ def _note_pass(layer: Any, moe: Any, kwargs: dict[str, Any]) -> None:
         drops.see_pass(moe)
 
 
-def _capture(layer: Any, capture: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _capture(
+    layer: TransformerLayer, capture: Callable[..., Any], *args: object, **kwargs: object
+) -> Any:
     """Let Transformer Engine capture a layer, and record what its graphs depend on."""
     hidden_states = _hidden_states(args, kwargs)
     _captured[layer] = _state_of_call(layer, hidden_states, get_num_microbatches())
@@ -226,7 +229,9 @@ def _wrap_capture(create: Callable[..., None]) -> Callable[..., None]:
     return clean_create
 
 
-def _replay(layer: Any, replay: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _replay(
+    layer: TransformerLayer, replay: Callable[..., Any], *args: object, **kwargs: Any
+) -> Any:
     captured = _captured.get(layer)
     if captured is None:
         return replay(*args, **kwargs)
@@ -240,7 +245,9 @@ def _replay(layer: Any, replay: Callable[..., Any], *args: Any, **kwargs: Any) -
         return replay(*args, **kwargs)
 
 
-def _state_of_call(layer: Any, hidden_states: Any, num_microbatches: int) -> tuple[Any, ...]:
+def _state_of_call(
+    layer: TransformerLayer, hidden_states: Any, num_microbatches: int
+) -> tuple[Any, ...]:
     return hidden_states.shape, hidden_states.dtype, num_microbatches, *state_of(layer)
 
 
@@ -248,7 +255,7 @@ def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _check_local(layer: Any, kwargs: dict[str, Any]) -> None:
+def _check_local(layer: TransformerLayer, kwargs: dict[str, Any]) -> None:
     """Compare a training pass that may be replayed with the one that was captured."""
     now = _mask_of(kwargs), *state_of(layer)
     if _CudagraphGlobalRecord.cudagraph_created:
@@ -259,7 +266,7 @@ def _check_local(layer: Any, kwargs: dict[str, Any]) -> None:
 
 def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
-    def clean_create(runner: Any, *args: Any, **kwargs: Any) -> Any:
+    def clean_create(runner: Any, *args: object, **kwargs: object) -> Any:
         captured = runner.base_module  # It may lack a config, as a sampler does.
         if not is_ours(getattr(captured, "config", None)):
             return create(runner, *args, **kwargs)
@@ -292,7 +299,7 @@ def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_iteration(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
-    def seen_iteration(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    def seen_iteration(wrapper: Any, *args: object, **kwargs: object) -> Any:
         results = run(wrapper, *args, **kwargs)
         if not kwargs["forward_only"] and wrapper.cuda_graph["training"] is not None:
             drops.see_iteration(kwargs["model"])

@@ -17,9 +17,11 @@ from typing import Any, TypeGuard
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron import drops, guard
@@ -36,9 +38,9 @@ from padded_dispatch.utils.patches import PATCHED, Patches
 def build(
     init: Callable[..., None],
     layer: Any,
-    config: Any,
+    config: TransformerConfig,
     *args: Any,
-    pg_collection: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
     **kwargs: Any,
 ) -> None:
     """Run `init`, then replace the layer's dispatcher, the class of its router, and its experts.
@@ -108,7 +110,7 @@ class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
     masks. Packed experts wrap DDP's `zero_grad_buffer`, and two methods of Megatron-Bridge.
     """
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: Any, *args: object, **kwargs: Any) -> None:
         config.has_padded_layers = True  # See `is_ours`.
         build(super().__init__.__func__, self, config, *args, **kwargs)
 

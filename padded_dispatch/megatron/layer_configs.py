@@ -65,7 +65,7 @@ class LayerConfigs:
         config, sizes: see `dispatch_config`.
     """
 
-    def __init__(self, config: Any, **sizes: Any) -> None:
+    def __init__(self, config: TransformerConfig, **sizes: Any) -> None:
         self._config, self._sizes, self._options = config, sizes, padded_options(config)
         self.has_hooks = self.has_retry = self.has_context = False
         self.hooks: Callable[[], Any] | None = None
@@ -144,7 +144,7 @@ class LayerConfigs:
             )
 
 
-def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
+def settings_of(config: TransformerConfig) -> tuple[tuple[str, object], ...]:
     """Return all options and the fields of `config` that act on the padded path, as text by name.
 
     They must be equal on all ranks of a layer.
@@ -158,7 +158,7 @@ def settings_of(config: Any) -> tuple[tuple[str, object], ...]:
     return tuple((name, _text_of(value)) for name, value in values.items())
 
 
-def _text_of(value: Any) -> str:
+def _text_of(value: object) -> str:
     """Return the text of a value; of a function its name, since an address differs by rank."""
     if not callable(value):
         return str(value)

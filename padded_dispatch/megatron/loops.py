@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from padded_dispatch.config import require
@@ -145,7 +146,7 @@ def _by_name(
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def followed(*args: Any, **kwargs: Any) -> Any:
+    def followed(*args: object, **kwargs: object) -> Any:
         bound = signature.bind(*args, **kwargs)
         return replacement(lambda: function(*bound.args, **bound.kwargs), bound.arguments)
 
@@ -319,7 +320,7 @@ def _flush(settings: _Settings) -> None:
         settings.tensorboard.flush()
 
 
-def _check_flags(args: Any, config: Any, *, packed: bool) -> None:
+def _check_flags(args: Any, config: TransformerConfig, *, packed: bool) -> None:
     """Raise if a flag of Megatron-LM's cannot work with padded layers, or with packed experts."""
     fixes = {"tokens_per_expert": "set --padded-trace FOLDER to record what routers choose"}
     if packed:

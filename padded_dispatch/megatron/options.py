@@ -196,7 +196,7 @@ def _naming_unknown(init: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-def require_options(name: str, value: Any) -> None:
+def require_options(name: str, value: object) -> None:
     """Raise if `value` is no `PaddedOptions`: a dict of a YAML file, for example.
 
     Raises:
@@ -206,7 +206,7 @@ def require_options(name: str, value: Any) -> None:
     require(isinstance(value, PaddedOptions), name, value, "be PaddedOptions", fix)
 
 
-def show(default: Any) -> str:
+def show(default: object) -> str:
     """Return a default as help texts and the README's table show it."""
     return "none" if default is None or default == {} else str(default)
 

@@ -24,6 +24,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from padded_dispatch.config import require
@@ -43,7 +45,7 @@ _REMEDY = (
 )
 
 
-def note_mask(layer: Any, mask_BS: Tensor | None) -> None:
+def note_mask(layer: TransformerLayer, mask_BS: Tensor | None) -> None:
     """Make the mask that a layer's next capture reads; call it in each eager training pass.
 
     `mask_BS`: the pass's mask, True for padding tokens; None changes nothing.
@@ -56,7 +58,7 @@ def note_mask(layer: Any, mask_BS: Tensor | None) -> None:
 
 
 @contextmanager
-def captured(layer: Any, hidden_states: Tensor) -> Iterator[None]:
+def captured(layer: TransformerLayer, hidden_states: Tensor) -> Iterator[None]:
     """Let the MoE part that is captured in this block read the layer's mask, if it has one.
 
     The graph starts with a copy of it, because a pipeline runs the next microbatch's forward before
@@ -74,7 +76,7 @@ def captured(layer: Any, hidden_states: Tensor) -> Iterator[None]:
         yield
 
 
-def replayed(layer: Any, mask_BS: Tensor | None) -> AbstractContextManager[None]:
+def replayed(layer: TransformerLayer, mask_BS: Tensor | None) -> AbstractContextManager[None]:
     """Let a layer use a mask in this block, in the graphs that it replays and in its eager part.
 
     Raises:
@@ -96,7 +98,7 @@ def replayed(layer: Any, mask_BS: Tensor | None) -> AbstractContextManager[None]
     return _mlp_with(layer, mask_BS)
 
 
-def _captures(config: Any) -> bool:
+def _captures(config: TransformerConfig) -> bool:
     return config.cuda_graph_impl == "transformer_engine" and captures(config, *_ROUTING)
 
 
@@ -106,14 +108,14 @@ def _check_shape(mask_BS: Tensor, shape: tuple[int, ...]) -> None:
 
 
 @contextmanager
-def _mlp_with(layer: Any, mask_BS: Tensor) -> Iterator[None]:
+def _mlp_with(layer: TransformerLayer, mask_BS: Tensor) -> Iterator[None]:
     """Hand the mask to the layer's MoE part, which Megatron calls without it."""
     with Patches() as patches:
         patches.set(layer, "_forward_mlp", partial(layer._forward_mlp, padding_mask=mask_BS))
         yield
 
 
-def check_packed(layer: Any, packed_seq_params: Any) -> None:
+def check_packed(layer: TransformerLayer, packed_seq_params: Any) -> None:
     """Raise if graphs of this layer would ignore these sequences in training.
 
     With `tokens_per_sample` (0.19 and later) Megatron rearranges flattened samples for the MoE
@@ -155,7 +157,7 @@ def adapted(guarded: Callable[..., Any], build: Callable[..., None]) -> Callable
     """
 
     @functools.wraps(build)
-    def build_adapted(plan: Any, *args: Any, **kwargs: Any) -> None:
+    def build_adapted(plan: Any, *args: object, **kwargs: object) -> None:
         build(plan, *args, **kwargs)
         layer = _transformer_layer(plan.layer)
         if not is_padded(getattr(layer, "mlp", None)):
@@ -170,7 +172,7 @@ def adapted(guarded: Callable[..., Any], build: Callable[..., None]) -> Callable
     return build_adapted
 
 
-def _transformer_layer(layer: Any) -> Any:
+def _transformer_layer(layer: TransformerLayer) -> Any:
     """Return the transformer layer inside a layer of multi-token prediction, else the layer."""
     for name in ("mtp_model_layer", "transformer_layer"):
         if hasattr(layer, name):

@@ -313,7 +313,7 @@ def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: 
     state[f"{prefix}_extra_state"] = _NO_SCALES
 
 
-def _is_readable(value: Any) -> bool:
+def _is_readable(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
 
 
