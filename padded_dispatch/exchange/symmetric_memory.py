@@ -378,16 +378,17 @@ def _find_obstacle(seats: list[_Seat], *, over_nvlink: bool) -> str:
         if len({seat.pid for seat in seats}) < len(seats):
             return "ranks of containers that share TMPDIR (or /tmp), and PIDs"
     here = torch.cuda.current_device()
-    peers, unseen = {seat.uuid for seat in seats}, {seat.uuid for seat in seats}
+    peers = {seat.uuid for seat in seats}
+    not_visible = set(peers)
     for number in range(torch.cuda.device_count()):
         uuid = str(torch.cuda.get_device_properties(number).uuid)
-        unseen.discard(uuid)
+        not_visible.discard(uuid)
         accessible = number == here or torch.cuda.can_device_access_peer(here, number)
         if uuid in peers and not accessible:
             return f"GPU {here}, which cannot access GPU {number}"
         if uuid in peers and number != here and over_nvlink and not linked(here, number):
             return f"GPU {here}, which has no NVLink to GPU {number}"
-    if unseen and over_nvlink and not has_links():
+    if not_visible and over_nvlink and not has_links():
         return f"GPU {here}, which has no NVLink"
     return ""
 
