@@ -89,17 +89,21 @@ def build(
 
 
 class _EqualsMoELayer(type(MoELayer)):
-    """Metaclass that makes `PaddedMoELayer == MoELayer` true.
+    """Metaclass that makes `PaddedMoELayer == MoELayer` true; its subclasses equal themselves.
 
     In 0.16 and 0.17 `TransformerLayer.__init__` passes process groups and `is_mtp_layer` only to a
     spec whose module is `in (MoELayer, ...)`; others silently get Megatron's global groups.
     """
 
+    # The caches of an abstract class would take an equal class for this one.
+    __instancecheck__ = type.__instancecheck__
+    __subclasscheck__ = type.__subclasscheck__
+
     def __eq__(cls, other: object) -> bool:
-        return other is MoELayer or cls is other
+        return cls is other or (other is MoELayer and cls.__base__ is MoELayer)
 
     def __hash__(cls) -> int:
-        return hash(MoELayer)
+        return hash(MoELayer) if cls.__base__ is MoELayer else super().__hash__()
 
 
 class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
