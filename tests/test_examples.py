@@ -1,5 +1,6 @@
 """`notebooks/examples`: each program runs, or is started, as a user would."""
 
+import os
 import re
 import subprocess
 import sys
@@ -29,6 +30,35 @@ def test_the_gpt_learns_goes_on_and_goes_back_to_stock(tmp_path):
     ours, _ = trained(tmp_path, "--load", "checkpoint")
     stock, _ = trained(tmp_path, "--load", "checkpoint", "--dispatcher", "stock")
     assert ours[0] < first[-1] and ours == pytest.approx(stock, abs=2e-4)
+
+
+SCRIPT = """
+import os, sys
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+given = dict(zip(sys.argv[1:], sys.argv[2:]))
+config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1,
+    num_moe_experts=int(given["--num-experts"]),
+    moe_token_dispatcher_type=given["--moe-token-dispatcher-type"])
+if os.environ["RANK"] == "0":
+    size = given["--expert-model-parallel-size"], os.environ["WORLD_SIZE"]
+    print(config.padded_dispatch.on_overflow, *size, given["--train-iters"])
+"""
+
+
+def test_the_launcher_starts_on_one_host(tmp_path):
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    flags = "--train-iters", "7", "--padded-on-overflow", "error"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # Has torchrun.
+    done = subprocess.run(
+        [str(EXAMPLES / "one_host.sh"), *flags],
+        cwd=tmp_path,
+        env=os.environ | {"EP": "2", "PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "error 2 2 7"
 
 
 def test_the_gpt_fits_on_two_screens():

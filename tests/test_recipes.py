@@ -1,4 +1,4 @@
-"""The page of recipes: shell syntax, our flags, Megatron's flags against the table of fields."""
+"""Recipes, on their page and in files: shell syntax, our flags, Megatron's flags and fields."""
 
 import ast
 import dataclasses
@@ -22,8 +22,9 @@ from tests.test_readme import blocks
 
 PAGE = Path(__file__).parents[1] / "padded_dispatch" / "megatron" / "RECIPES.md"
 LAUNCHER = ["-m", "padded_dispatch.megatron.run"]
-GRAPHS_018 = "layers, 0.18 and later"
-GRAPHS_016 = "layers, 0.16 and 0.17"
+EXAMPLES = Path(__file__).parents[1] / "notebooks" / "examples"
+SCRIPTS = {path.stem: path for path in EXAMPLES.glob("*.sh") if path.stem not in ("args", "models")}
+GRAPHS_016 = "graphs of 0.16 and 0.17"
 
 # Commands of a cluster; `torchrun` prints its words, one a line, after an empty line.
 _STAND_INS = """set -eu
@@ -33,12 +34,11 @@ srun() { shift; "$@"; }
 scontrol() { printf 'host0\\nhost1\\n'; }
 NODE_RANK=1 MASTER_ADDR=host0 SLURM_JOB_NODELIST='host[0-1]' SLURM_NNODES=2 SLURM_JOB_ID=7
 . ./args.sh
-. ./models.sh
 """
 
 
 def recipes() -> dict[str, str]:
-    """Return the bash blocks by the names in the comments before them."""
+    """Return the page's bash blocks by the names in the comments before them."""
     found = re.findall(
         r"^<!-- recipe: (.*?) -->\n\n```bash\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL
     )
@@ -46,18 +46,18 @@ def recipes() -> dict[str, str]:
 
 
 def expand(
-    name: str, folder: Path, *, graphs: str = GRAPHS_018, model: str = "QWEN3"
+    name: str, folder: Path, *, graphs: str | None = None, model: str = "QWEN3"
 ) -> tuple[list[str], list[str]]:
-    """Run a block in bash with stand-ins for its programs.
+    """Run a block or a script in bash with stand-ins for its programs, and other flags of graphs.
 
     Return what torchrun would get: its own words, and those behind the launcher.
     """
-    of_page = recipes()
-    (folder / "args.sh").write_text(of_page["args.sh"])
-    (folder / "models.sh").write_text(of_page["models"].replace("QWEN3[@]", f"{model}[@]"))
-    (array,) = re.findall(r"^GRAPHS=.*$", of_page[graphs], re.MULTILINE)
+    args, models = ((EXAMPLES / file).read_text() for file in ("args.sh", "models.sh"))
+    (folder / "args.sh").write_text(args + (recipes()[graphs] if graphs else ""))
+    (folder / "models.sh").write_text(models.replace("QWEN3[@]", f"{model}[@]"))
+    block = SCRIPTS[name].read_text() if name in SCRIPTS else f". ./models.sh\n{recipes()[name]}"
     done = subprocess.run(
-        ["bash", "-c", f"{_STAND_INS}{array}\n{of_page[name]}"],
+        ["bash", "-c", f"{_STAND_INS}{block}"],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -76,12 +76,12 @@ NAMES = {"num_experts": "num_moe_experts", "te_rng_tracker": "use_te_rng_tracker
 def test_every_block_is_named_and_bash_can_read_it():
     text = PAGE.read_text()
     assert [block for block in blocks(text, "bash") if block not in recipes().values()] == []
-    for block in recipes().values():
+    for block in (*recipes().values(), *(path.read_text() for path in EXAMPLES.glob("*.sh"))):
         done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
 
 
-COMMANDS = [name for name in recipes() if name not in ("args.sh", "models")]
+COMMANDS = [*(name for name in recipes() if name != GRAPHS_016), *SCRIPTS]
 
 
 def flags_of(arguments: list[str]) -> dict[str, list[str]]:
@@ -130,7 +130,7 @@ def test_torchrun_and_the_launcher_take_their_words(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "model", "experts"),
     [
-        ("one host", "QWEN3", (32, 4)),
+        ("one_host", "QWEN3", (32, 4)),
         ("several hosts", "QWEN3", (128, 8)),
         ("several hosts", "GPT_OSS", (128, 4)),
     ],
@@ -138,7 +138,7 @@ def test_torchrun_and_the_launcher_take_their_words(name, tmp_path):
 def test_megatrons_config_accepts_the_flags(tmp_path, name, model, experts):
     """Of the installed version, with the graphs of the recipe for it."""
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
-    graphs = GRAPHS_018 if "cuda_graph_modules" in fields else GRAPHS_016
+    graphs = None if "cuda_graph_modules" in fields else GRAPHS_016
     _, _, arguments = read(expand(name, tmp_path, graphs=graphs, model=model)[1])
     flags = {NAMES.get(flag, flag): words for flag, words in flags_of(arguments).items()}
     install()
@@ -148,7 +148,7 @@ def test_megatrons_config_accepts_the_flags(tmp_path, name, model, experts):
     assert config.moe_token_dispatcher_type == "padded_alltoall"
     assert config.moe_expert_capacity_factor == 1.25
     assert (config.num_moe_experts, config.moe_router_topk) == experts
-    assert config.expert_model_parallel_size == (8 if name == "one host" else 16)
+    assert config.expert_model_parallel_size == (8 if name == "one_host" else 16)
     assert config.cuda_graph_impl == "transformer_engine" and config.use_te_rng_tracker
     assert captures_moe(config)
 
