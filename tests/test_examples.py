@@ -1,13 +1,19 @@
 """`notebooks/examples`: each program runs, or is started, as a user would."""
 
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+
+from padded_dispatch.megatron import PaddedOptions
 
 EXAMPLES = Path(__file__).parents[1] / "notebooks" / "examples"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -59,6 +65,34 @@ def test_the_launcher_starts_on_one_host(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "error 2 2 7"
+
+
+def test_bridges_recipe_has_our_dispatcher_and_the_saved_options(tmp_path, monkeypatch):
+    """Bridge and YAML are not among the packages of the tests: `test_bridge_run` runs Bridge."""
+    calls, model = MagicMock(), SimpleNamespace(moe_flex_dispatcher_backend="deepep")
+    calls.qwen3_30b_a3b_pretrain_config.return_value = SimpleNamespace(model=model)
+    calls.safe_load = json.loads
+    for name in ("recipes.qwen", "training.gpt_step", "training.pretrain"):
+        monkeypatch.setitem(sys.modules, f"megatron.bridge.{name}", calls)
+    monkeypatch.setitem(sys.modules, "yaml", calls)
+    monkeypatch.setattr("padded_dispatch.megatron.install", calls.install)
+    saved = tmp_path / "run_config.yaml"
+    saved.write_text(json.dumps({"model": {"padded_dispatch": {"on_overflow": "error"}}}))
+    names = runpy.run_path(str(EXAMPLES / "bridge_pretrain.py"))
+    for given, options in (
+        ((), PaddedOptions()),
+        ((str(saved),), PaddedOptions(on_overflow="error")),
+    ):
+        calls.reset_mock()
+        names["main"](*given)
+        order = [name for name, *_ in calls.mock_calls]
+        assert order == ["install", "qwen3_30b_a3b_pretrain_config", "pretrain"]
+        calls.install.assert_called_once_with(options)
+    assert vars(model) == {
+        "moe_token_dispatcher_type": "padded_alltoall",
+        "moe_flex_dispatcher_backend": None,
+        "moe_expert_capacity_factor": 1.25,
+    }
 
 
 def test_the_gpt_fits_on_two_screens():
