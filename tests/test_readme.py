@@ -24,12 +24,13 @@ import padded_dispatch
 from notebooks import readme_figures as figures
 from padded_dispatch import cli
 from padded_dispatch.bench import report
-from padded_dispatch.megatron import options, run
+from padded_dispatch.megatron import config, options, run
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PACKAGE_PAGE = ROOT / "padded_dispatch" / "README.md"
 MEGATRON_PAGE = ROOT / "padded_dispatch" / "megatron" / "README.md"
+FIELDS_PAGE = MEGATRON_PAGE.with_name("FIELDS.md")
 FOLDERS = (".github", "padded_dispatch", "notebooks", "tests")
 PAGES = (README, *sorted(page for name in FOLDERS for page in (ROOT / name).rglob("*.md")))
 
@@ -53,17 +54,41 @@ def options_table() -> str:
     return report.markdown(["option", "flag", "default", "meaning"], lines)
 
 
-def with_options(text: str) -> str:
-    """Return the page of Megatron with the table of options as it is now."""
-    begin, rest = text.split("<!-- options: written by `python -m tests.test_readme` -->\n")
-    _, end = rest.split("<!-- options: end -->")
-    marker = "<!-- options: written by `python -m tests.test_readme` -->"
-    return f"{begin}{marker}\n\n{options_table()}\n\n<!-- options: end -->{end}"
+def refused_table() -> str:
+    lines = [[f"`{row.name}`", row.note, row.remedy] for row in config.REFUSED]
+    return report.markdown(["setting", "reason", "instead"], lines)
+
+
+def replaced_table() -> str:
+    """Return a row for each note of what replaces fields; `KEPT` ones have a mark."""
+    fields: dict[str, list[str]] = {}
+    for name, note in config.REPLACED.items():
+        fields.setdefault(note, []).append(f"`{name}`" + " \\*" * (name in config.KEPT))
+    lines = [[", ".join(names), note] for note, names in fields.items()]
+    return report.markdown(["setting", "instead"], lines)
+
+
+# By page: the tables that are written, by the names in the comments around them.
+WRITTEN = {
+    MEGATRON_PAGE: {"options": options_table},
+    FIELDS_PAGE: {"refused": refused_table, "replaced": replaced_table},
+}
+
+
+def with_written(page: Path) -> str:
+    """Return a page with its written tables as they are now."""
+    text = page.read_text()
+    for name, table in WRITTEN[page].items():
+        marker = f"<!-- {name}: written by `python -m tests.test_readme` -->"
+        begin, rest = text.split(f"{marker}\n")
+        _, end = rest.split(f"<!-- {name}: end -->")
+        text = f"{begin}{marker}\n\n{table()}\n\n<!-- {name}: end -->{end}"
+    return text
 
 
 def test_names_of_options_functions_and_versions_on_pages_are_those_of_the_code():
-    text = MEGATRON_PAGE.read_text()
-    assert with_options(text) == text, "run python -m tests.test_readme"
+    for page in WRITTEN:
+        assert with_written(page) == page.read_text(), "run python -m tests.test_readme"
     section = PACKAGE_PAGE.read_text().split("## Public names")[1].split("\n## ")[0]
     for module in ("padded_dispatch", "padded_dispatch.megatron"):
         (table,) = re.findall(rf"^From `{re.escape(module)}`,.*?(?=^From|\Z)", section, re.M | re.S)
@@ -227,4 +252,5 @@ def check_paths(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    MEGATRON_PAGE.write_text(with_options(MEGATRON_PAGE.read_text()))
+    for written in WRITTEN:
+        written.write_text(with_written(written))
