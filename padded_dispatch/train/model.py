@@ -9,7 +9,7 @@ on: attention and experts are layers of their own, so Megatron counts twice as m
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -114,10 +114,8 @@ def build_chunks(settings: Settings, config: TransformerConfig) -> list[Any]:
     )
     build: Any = functools.partial(GPTModel, config, spec := _layer_spec(settings))
     if _is_hybrid(settings):
-        pattern = layer_pattern(settings)
-        build = functools.partial(
-            HYBRID_MODEL, config, hybrid_stack(spec), hybrid_layer_pattern=pattern
-        )
+        pattern, kind = layer_pattern(settings), cast("Any", HYBRID_MODEL)
+        build = functools.partial(kind, config, hybrid_stack(spec), hybrid_layer_pattern=pattern)
     chunks = []
     for stage in range(settings.layout.vpp or 1):
         vp_stage = stage if settings.layout.vpp else None
