@@ -7,7 +7,7 @@ do not synchronize: `exchange.direct` has the barriers. Products store rows at h
 
 Programs that store to the same rank at a time share a link, so token t begins with choice t % K.
 Plans leave in pieces of 4 KiB, since a link is slow with the few bytes of a token.
-notebooks/results/LOG.md has times, and other ways to store that were tried.
+.github/LOG.md has times, and other ways to store that were tried.
 """
 
 import triton

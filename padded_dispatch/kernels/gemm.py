@@ -15,7 +15,7 @@ are added to, and rows with addresses. A descriptor of rows ends at an expert's 
 Triton's own `triton.tools.ragged_tma` (MIT), which Triton 3.4 lacks: idea and constants are taken
 over. So a tile reads zeros behind that row, and writes nothing there. Every element is summed by
 one program in the order of the inner dimension: the result depends on the operands alone.
-notebooks/results/LOG.md has times beside torch's products, and what was tried and left out.
+.github/LOG.md has times beside torch's products, and what was tried and left out.
 
 Rows and weights may both be `Scaled`. Then tensor cores multiply their values, and add in sums that
 are faster and less exact than fp32. Scales are applied at the end.

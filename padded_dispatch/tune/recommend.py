@@ -9,7 +9,7 @@ have no factors of their own.
 
 The answer holds for steps like those in the trace. Each half of the steps is also studied alone,
 and a warning names both factors if they, and their rooms, differ by more than a tenth.
-notebooks/results/LOG.md has what was tried for more certainty.
+.github/LOG.md has what was tried for more certainty.
 """
 
 import math
