@@ -1,12 +1,12 @@
 """Figures and tables of `04_performance.ipynb`, drawn from `results/*.json`."""
 
 import itertools
-import re
 from statistics import mean
 from typing import Any
 
 import figures
 import matplotlib.pyplot as plt
+import numpy as np
 import readme_figures
 from IPython.display import Markdown
 
@@ -16,6 +16,10 @@ Rows = list[dict[str, Any]]
 
 NAMES = {"stock-drop-pad": "stock drop-and-pad", "ours": "ours"}
 COLOURS = {"stock-drop-pad": figures.ORANGE, "ours": figures.BLUE}
+# The steps of a real run before this one compile, capture, and warm up.
+FIRST_STEP = 21
+COLUMNS = [name + end for end in ("", ", NCCL", ", fp8") for name in ("ours", "stock drop-and-pad")]
+GRADIENTS = {"none": "in bf16", "fused": "added in fp32", "first": "stored in fp32"}
 SUMS = {"none": ("-", ""), "fused": ("--", ", gradients added to fp32 buffers")}
 
 
@@ -31,23 +35,35 @@ def runs_of(rows: Rows) -> list[Rows]:
     return [list(run) for _, run in itertools.groupby(rows, key=lambda row: row["about"])]
 
 
-def layers(ep: int, *, beside_stock: bool = True) -> Rows:
-    """Return the rows of layers, of commands that measured stock, too, or of those that did not."""
+def layers(ep: int) -> Rows:
+    """Return the rows of layers, of commands that measured stock, too."""
     runs = runs_of(load("layer_bench", ep=ep))
-    wanted = [r for r in runs if any(row["contender"] != "ours" for row in r) == beside_stock]
-    return [row for run in wanted for row in run]
+    return [row for run in runs if any(row["contender"] != "ours" for row in run) for row in run]
 
 
-def show_layers(rows: Rows) -> None:
-    """Print the conditions of each run, and its table as `padded-dispatch bench` prints it."""
-    for run in runs_of(rows):
-        about = run[0]["about"]
-        packages = ("megatron-core", "transformer-engine", "torch")
-        named = [f"{name} {about['versions'][name]}" for name in packages]
-        command = re.sub(r" --out \S+", "", about["command"])
-        print(f"{about['machine']}, {', '.join(named)}, {about['date']}")
-        print(f"commit {readme_figures.commits(run)}: {command}\n")
-        print(report.table(run))
+def layer_table(rows: Rows) -> Markdown:
+    """Return a table of uniform routing: a line for each case, the newest row of each contender."""
+    cases: dict[tuple[str, int, float, str], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if row["skew"] == "uniform" and row["ms"]:
+            case = row["model"], row["tokens"], row["capacity_factor"], row["main_grad"]
+            cases.setdefault(case, {})[_column(row)] = row
+    names = sorted({name for of_case in cases.values() for name in of_case}, key=COLUMNS.index)
+    lines = []
+    for case, of_case in sorted(cases.items()):
+        (model, tokens, factor, sums), some = case, [of_case.get(name) for name in names]
+        ms = [f"{row['ms']:.2f}" if row else "" for row in some]
+        gib = ", ".join(f"{row['allocated_gib']:.1f}" if row else "-" for row in some)
+        lines.append([model, f"{tokens:,}", f"{factor:g}", GRADIENTS[sums], *ms, gib])
+    return Markdown(
+        report.markdown(["model", "tokens", "factor", "gradients", *names, "GiB"], lines)
+    )
+
+
+def _column(row: dict[str, Any]) -> str:
+    """Return the name of a row's contender."""
+    name = NAMES[row["contender"]] + (", NCCL" if row["variant"] == "packed" else "")
+    return name + (", fp8" if row["flags"].get("fp8") else "")
 
 
 def draw_layers(rows: Rows, x: str, label: str) -> None:
@@ -79,19 +95,23 @@ def draw_layers(rows: Rows, x: str, label: str) -> None:
 
 
 def draw_losses() -> None:
-    """Draw the loss of each step of `pretrain_gpt.py`, a panel for each model of the README."""
+    """Draw losses of `pretrain_gpt.py` minus those of ours, a panel for each model of the README.
+
+    Each point is a mean over ten steps.
+    """
     runs, shown = readme_figures.real_runs(), readme_figures.SHOWN
     figure, panels = plt.subplots(1, len(shown), figsize=(8.6, 3.4), sharey=True)
     for axes, (key, title) in zip(panels, shown.items(), strict=True):
         rows = runs[key]
+        ours = rows[readme_figures.OURS]["loss"]
         for name, colour in reversed(readme_figures.LOOKS.items()):
             if name in rows:
-                losses = rows[name]["loss"]
-                axes.plot(range(1, len(losses) + 1), losses, color=colour, label=name)
-        axes.set(title=title.replace(", ", "\n", 1), xlabel="step", yscale="log")
-        axes.set_yticks([4, 5, 6, 8, 10], ["4", "5", "6", "8", "10"])
-        axes.yaxis.set_minor_formatter(plt.NullFormatter())
-    panels[0].set_ylabel("loss")
+                pairs = zip(rows[name]["loss"], ours, strict=False)
+                apart = np.array([one - other for one, other in pairs])
+                means = np.convolve(apart, np.full(10, 0.1), "valid")
+                axes.plot(range(10, len(apart) + 1), means, color=colour, label=name)
+        axes.set(title=title.replace(", ", "\n", 1), xlabel="step")
+    panels[0].set_ylabel("loss minus ours")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     figures.show(figure)
 
@@ -101,7 +121,7 @@ def real_table() -> Markdown:
     lines = []
     for (model, gpus), rows in readme_figures.real_runs().items():
         for contender, row in rows.items():
-            times = row["ms"][readme_figures.FIRST_STEP - 1 :]
+            times = row["ms"][FIRST_STEP - 1 :]
             spread = f"{min(times):,.0f}, {max(times):,.0f}"
             ms, gib = f"{row['median_ms']:,.0f}", f"{row['peak_mib'] / 1024:.0f}"
             lost = [f"{mean(row[of]):.2%}" if of in row else "" for of in ("dropped", "recomputed")]

@@ -21,7 +21,7 @@ from tests.test_readme import PAGES, ROOT, num_words
 COMMANDS = ("train", "tune", "bench")
 # For those who change the package, or judge its code; every other page is for its users.
 MAINTAINERS = (
-    *("LOG.md", "MAINTAINERS.md", "CONTRIBUTING.md", "SECURITY.md", "TEMPLATE.md"),
+    *("/LOG.md", "MAINTAINERS.md", "CONTRIBUTING.md", "SECURITY.md", "TEMPLATE.md"),
     *("upstream/", "tests/", "padded_dispatch/README.md"),
 )
 

@@ -79,6 +79,27 @@ def test_layers_of_one_model_are_one_panel(monkeypatch):
     assert (drawn["ours"], drawn["roofline"]) == ((1, 2, 4.0, 2.0), (1, 2, 1.0, 1.0))
 
 
+def test_the_newest_row_of_a_contender_is_in_the_table_of_layers(monkeypatch):
+    pytest.importorskip("IPython", reason="tables show themselves with it")
+    monkeypatch.syspath_prepend(FOLDER)
+    performance = importlib.import_module("performance")
+    case = {"model": "x", "tokens": 4096, "capacity_factor": 1.25, "main_grad": "fused"}
+    case |= {"skew": "uniform", "allocated_gib": 2.0, "flags": {}, "variant": None}
+    rows = [
+        case | {"contender": "stock-drop-pad", "ms": 9.0},
+        case | {"contender": "ours", "variant": "auto", "ms": 4.0},
+        case | {"contender": "ours", "variant": "packed", "ms": 6.0, "flags": {"fp8": "e4m3"}},
+        case | {"contender": "ours", "variant": "auto", "ms": 3.0},
+        case | {"contender": "ours", "variant": "auto", "ms": None},
+        case | {"contender": "ours", "variant": "auto", "ms": 1.0, "skew": "lognormal-1.0"},
+    ]
+    names = ["ours", "stock drop-and-pad", "ours, NCCL, fp8"]
+    monkeypatch.setattr(performance, "COLUMNS", names)
+    head, _, line = performance.layer_table(rows).data.splitlines()
+    assert head == f"| model | tokens | factor | gradients | {' | '.join(names)} | GiB |"
+    assert line == "| x | 4,096 | 1.25 | added in fp32 | 3.00 | 9.00 | 6.00 | 2.0, 2.0, 2.0 |"
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 def test_stand_ins_leave_an_installed_transformer_engine_alone(breaks, tmp_path, monkeypatch):
     parts = tmp_path / "transformer_engine" / "pytorch"
