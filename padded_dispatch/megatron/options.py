@@ -105,8 +105,8 @@ class PaddedOptions:
     )
     experts: Experts = _option(
         "auto",
-        "auto: packed where the config allows it, else module; module: those of the layer's spec, "
-        "on padded rows; packed: those of this package, on real rows",
+        "auto: packed where the config allows it, else module; module: experts of the layer's "
+        "spec, on padded rows; packed: this package's, on real rows",
         choices=get_args(Experts),
     )
     exchange: ExchangeKind = _option(
@@ -142,7 +142,7 @@ class PaddedOptions:
     trace: str | None = _option(
         None,
         "folder for routing traces, for padded-dispatch tune: one file per rank, about 1 GiB at "
-        "most; a loop of your own writes none",
+        "most; a loop of your own gives StepHooks `passes`",
         read=_or_none(str),
         metavar="FOLDER",
     )
