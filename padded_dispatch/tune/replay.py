@@ -25,6 +25,7 @@ from padded_dispatch.config import (
     DispatchConfig,
     StoreSizes,
     in_hundredths,
+    pool_named,
     require,
 )
 from padded_dispatch.memory import LayerMemory
@@ -131,7 +132,7 @@ def replay(
     Raises:
         ValueError: names the argument, its value and what to change.
     """
-    num_layers = len(demand.layers)
+    num_layers, pool = len(demand.layers), pool_named(pool)
     store_layers = num_layers if store_layers is None else store_layers
     rule = f"be from 1 to the trace's {num_layers} layers"
     require(1 <= store_layers <= num_layers, "store_layers", store_layers, rule)

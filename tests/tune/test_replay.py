@@ -139,6 +139,16 @@ def test_a_store_by_hand():
     assert kept(found, 0) == [[960 + others, 576 + others, others, 960 + others, 64 + others]]
 
 
+def test_the_former_name_of_cells_is_cells():
+    """It would be taken for a store, which has other room."""
+    asked = demand([[[[3, 1], [0, 4]]]], num_tokens=4, top_k=1)
+    former: Any = "expert"
+    for factor in (0.5, 1.0):
+        found, named = (replay(asked, [factor], pool=pool) for pool in (former, "cells"))
+        assert (found.pool, found.dropped.tolist()) == ("cells", named.dropped.tolist())
+        assert found.dropped.tolist() != replay(asked, [factor], pool="store").dropped.tolist()
+
+
 def test_the_record_of_a_real_router():
     """Of 12 layers over 80 steps, by loops in plain Python."""
     record = np.load(RECORD)
