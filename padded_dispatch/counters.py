@@ -92,7 +92,7 @@ class Counters:
     def __init__(
         self, config: DispatchConfig, device: torch.device | str | int, *, rank: int = 0
     ) -> None:
-        self._has_cells, self._top_k = config.capacity_pool == "cells", config.top_k
+        self._has_cells = config.capacity_pool == "cells"
         num_local = config.num_local_experts
         num_totals = 2 * config.num_experts + len(SCALARS)
         self.totals = torch.zeros(num_totals, dtype=torch.int64, device=device)

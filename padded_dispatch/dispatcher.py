@@ -159,19 +159,17 @@ class PaddedDispatcher:
         tensors = {name: one for name, one in values.items() if isinstance(one, Tensor)}
         kinds = {name: kind_of(value) for name, value in values.items()}
         needing = [name for name, tensor in tensors.items() if tensor.requires_grad]
-        same = not in_backward() or config == self._last_config
+        stays = not in_backward() or config == self._last_config
         rules = (
             ("packed", packed),
             ("probabilities need gradients", "probs_TE" in needing),
             ("any need gradients", bool(needing) or getattr(tokens_TD, "requires_grad", False)),
             ("activation", activation),
-            ("config is that of the pass that is recomputed", same),
             *kinds.items(),
         )
         broke_off = any(exchange.broke_off() for exchange in self._exchanges.values())
-        agree_on_shapes(self.agreement, config, tokens_TD, rules, broke_off=broke_off)
-        rule = "stay as it is until backward has recomputed the pass, whose rows it decides"
-        require(same, "config", config, rule, "replace it between steps")
+        state = {"stays": stays, "broke_off": broke_off}
+        agree_on_shapes(self.agreement, config, tokens_TD, rules, **state)
         self._last_config = config
         for name, kind in kinds.items():
             require(name in tensors, name, kind, "be a tensor, or ExpertWeights of tensors")

@@ -189,11 +189,15 @@ class LayerMemory:
             inside += 8 * num_sources * num_slots  # The token of each slot.
         return listed + inside + (rail if self.num_hosts > 1 else 0)
 
+    def plans_kept(self, sizes: StoreSizes) -> int:
+        """Return `kept_numbers` of all layers that share a store of these sizes."""
+        return sum(self.kept_numbers(overwritten=one) for one in sizes.overwritten)
+
     def kept(self, num_layers: int) -> int:
         """Return what a micro-batch keeps until backward in layers that share a store."""
         sizes = StoreSizes.of([self.config] * num_layers, self.num_tokens)
-        numbers = sum(self.kept_numbers(overwritten=one) for one in sizes.overwritten)
-        return self.store(sizes.num_rows) + num_layers * self.kept_tokens + numbers
+        tokens = num_layers * self.kept_tokens
+        return self.store(sizes.num_rows) + tokens + self.plans_kept(sizes)
 
     def temporaries(self, num_rows: int, ffn_size: int) -> int:
         """Return the most that a pass with room for `num_rows` rows (N) allocates at a time.

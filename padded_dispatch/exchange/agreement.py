@@ -133,6 +133,7 @@ def agree_on_shapes(
     tokens_TD: Tensor,
     rules: NamedValues,
     *,
+    stays: bool = True,
     broke_off: bool = False,
     any_tokens: bool = False,
     **shapes: object,
@@ -147,6 +148,7 @@ def agree_on_shapes(
         tokens_TD: its shape, dtype, kind of device and need for gradients are compared, as is
             whether this is the first pass of recompute.
         rules: further values that must be equal on all ranks.
+        stays: whether a pass that backward recomputes has the config, and mode, of its first run.
         broke_off: whether the pass before has sent rows and not returned them, on this rank.
         any_tokens: ranks may have different T; for passes with `FIT`, which take as many slots as
             the largest T: see `Agreement.largest`.
@@ -165,6 +167,7 @@ def agree_on_shapes(
             ("pass keeps what backward reads", trains()),
             ("tokens need gradients", is_matrix and tokens_TD.requires_grad),
             ("the pass before broke off", broke_off),
+            ("config is that of the pass that is recomputed", stays),
         ),
         # All sizes follow from these.
         D=hidden_size,
@@ -184,6 +187,8 @@ def agree_on_shapes(
         "run to its end on all ranks",
         "mend the first error; to go on, synchronize the devices of all ranks and run a new pass",
     )
+    rule = "stay as it is until backward has recomputed the pass, whose rows it decides"
+    require(stays, "config", config, rule, "change it, or the mode, between steps")
 
 
 def kind_of(value: Any) -> object:

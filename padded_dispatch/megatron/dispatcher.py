@@ -383,7 +383,6 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
                 element_size=tokens_TD.element_size(),
             )
             sizes = self.store.sizes(num_tokens)
-            numbers = sum(layer.kept_numbers(overwritten=one) for one in sizes.overwritten)
             num_layers, rows = len(sizes.max_rows), sizes.num_rows
             drops, in_cells = [], config.capacity_pool == "cells"
             if in_cells and (capacity := config.capacity(num_tokens)) < num_tokens:
@@ -394,7 +393,7 @@ class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
                 f"padded dispatch: {num_layers} layers at {num_tokens} tokens per rank share a "
                 f"store of {rows} rows, {gib(layer.store(rows))} GiB for each micro-batch in "
                 f"flight, and keep {gib(num_layers * layer.kept_tokens)} GiB of tokens that "
-                f"arrived and {gib(numbers)} GiB of their plans; what is dropped: "
+                f"arrived and {gib(layer.plans_kept(sizes))} GiB of their plans; what is dropped: "
                 f"{' and '.join(drops) or 'nothing'}"
             )
 

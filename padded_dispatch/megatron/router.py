@@ -80,7 +80,7 @@ class SelectAfterCounting(TopKRouter):
         if self._settings is None:  # Options and Megatron's fields are read once.
             self._settings = settings_of(self.config)
         captures = self.config.cuda_graph_impl == "transformer_engine"
-        num_tokens, stays = len(tokens_TD), configs.stays()
+        num_tokens = len(tokens_TD)
         mask_fits = padding_mask is None or padding_mask.numel() == num_tokens
         tensors = itertools.chain((input, self.weight), self.dispatcher.experts.parameters())
         agree_on_shapes(
@@ -90,7 +90,6 @@ class SelectAfterCounting(TopKRouter):
             # Further values with which one rank would raise later, with its peers in the exchange.
             (
                 *self._settings,
-                ("config is that of the pass that is recomputed", stays),
                 ("layer has StepHooks", configs.has_hooks),
                 ("layer has a Retry", configs.has_retry),
                 ("padding_mask has an entry for each token", mask_fits),
@@ -100,14 +99,13 @@ class SelectAfterCounting(TopKRouter):
                 ("dtype of experts", next(self.dispatcher.experts.parameters()).dtype),
                 ("any need gradients", any(tensor.requires_grad for tensor in tensors)),
             ),
+            stays=configs.stays(),
             broke_off=self.dispatcher.exchange.broke_off(),
             any_tokens=config.fits and not self.training,
             # Compare the mode, too: with equal capacities the shapes do not show it, and the
             # ranks' next calls would differ.
             training=int(self.training),
         )
-        rule = "stay as it is until backward has recomputed the pass, whose rows it decides"
-        require(stays, "config", config, rule, "change it, or the mode, between steps")
         if self.training and self.dispatcher.see_pass is not None:
             self.dispatcher.see_pass()
         require(

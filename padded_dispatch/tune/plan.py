@@ -13,12 +13,13 @@ import argparse
 import textwrap
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import get_args
 
 from padded_dispatch.config import (
     CAPACITY_POOLS,
     CapacityPool,
     DispatchConfig,
+    ExchangeKind,
     StoreSizes,
     require,
     require_tokens,
@@ -69,7 +70,7 @@ class MemoryPlan:
     pool: CapacityPool = "store"
     store_layers: int
     microbatches: int = 1
-    exchange: Literal["auto", "alltoall", "direct"] = "auto"
+    exchange: ExchangeKind = "auto"
 
     def __post_init__(self) -> None:
         require_tokens(self.tokens)
@@ -151,8 +152,8 @@ class MemoryPlan:
             arrived = "none: sent again" if layer.sends_again else f"I Y {arrived}"
         kept = self.store_layers * layer.kept_tokens
         add("tokens kept", arrived, self.microbatches * kept)
-        numbers = sum(layer.kept_numbers(overwritten=one) for one in sizes.overwritten)
-        add("plans kept", "I Y S P (4 to 8) K bytes", self.microbatches * numbers)
+        plans = self.microbatches * layer.plans_kept(sizes)
+        add("plans kept", "I Y S P (4 to 8) K bytes", plans)
         temporary = layer.temporaries(max(sizes.max_rows), self.shape.ffn_size)
         more = [] if layer.direct or self.ep == 1 else ["what arrives"]
         formula = " and ".join(["N (D + 2 F)", *more, *(["rails"] if rail else [])])
@@ -228,8 +229,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     add("--store-layers", type=int, metavar="N", help=about)
     add("--microbatches", type=int, default=1, help="in flight")
     about = "auto: direct writes inside of each host"
-    kinds = "auto", "alltoall", "direct"
-    add("--exchange", choices=kinds, default="auto", help=about)
+    add("--exchange", choices=get_args(ExchangeKind), default="auto", help=about)
     return parser.parse_args(argv)
 
 

@@ -231,6 +231,7 @@ def test_all_that_decides_a_result_is_compared():
         "pass keeps what backward reads": "True",
         "tokens need gradients": "False",
         "the pass before broke off": "False",
+        "config is that of the pass that is recomputed": "True",
         "num_experts": "4",
         "top_k": "2",
         "capacity_factor": "1.0",
