@@ -132,8 +132,8 @@ class PaddedOptions:
     on_overflow: OnOverflow = _option(
         "warn",
         "when a layer dropped more than the threshold: warn: log it the 1st, 2nd, 4th, 8th ... "
-        "time; error: end the run; retry: repeat each step that dropped rows without dropping, "
-        "before the optimizer",
+        "time; error: end the run; retry: repeat, without dropping, each step that dropped "
+        "rows, before the optimizer runs",
         choices=get_args(OnOverflow),
     )
     overflow_threshold: float = _option(
