@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="TEXT")
     parser.add_argument("--ranks", type=int, metavar="N", help="the most ranks, on any GPUs")
     parser.add_argument("--gloo", action="store_true", help="groups over gloo, also on GPUs")
+    parser.add_argument("--replays", type=int, metavar="N", default=1000, help="of direct stores")
     parser.add_argument("--cpu", type=int, metavar="N", help="use N processes without GPUs")
     arguments = parser.parse_args()
     try:
@@ -49,7 +50,7 @@ def main() -> int:
     device = "cuda" if num_gpus else "cpu"
     backend = "nccl" if num_gpus and not arguments.gloo else "gloo"
     pool = WorkerPool(1, backend=backend)
-    for row in table():
+    for row in table(arguments.replays):
         fits = row.ranks <= num_ranks and (row.cpu or num_gpus)
         if not fits or not wanted(f"{row.check}: {row.name}"):
             continue

@@ -18,6 +18,7 @@ from padded_dispatch.megatron import PaddedOptions
 from tests.support.direct_parity import Layer, eager_differs, replay_differs
 from tests.support.generation import GenerationCase, generates_as_stock
 from tests.support.layer_parity import LayerCase, layer_agrees
+from tests.support.passes import AllPasses, passes_differ
 from tests.support.tiny import EXPERT_BIAS, RECOMPUTE
 from tests.support.training import (
     EAGER_STEPS,
@@ -42,7 +43,8 @@ LAYER = "a layer is at parity with stock"
 ROOM = "rows in room for all layers equal rows in room of their own"
 TEXT = "text generation equals stock"
 DIRECT = "direct stores equal an oracle"
-REPLAYS = "1,000 replays of direct stores equal an oracle"
+REPLAYS = "replays of direct stores equal an oracle"
+PASSES = "recomputed and partial passes over direct stores equal plain ones"
 
 TRAINING: dict[str, Any] = {
     "device": "cuda",
@@ -109,11 +111,12 @@ class Row:
         return (self.case, *ways) if self.run is ways_agree else (self.case, *self.more)
 
 
-def table() -> list[Row]:
-    """Return all rows, those with few ranks first."""
+def table(replays: int = 1000) -> list[Row]:
+    """Return all rows, those with few ranks first; those of direct stores have `replays`."""
     rows = [*_replayed(), *_retried(), *_overlapped(), *_quantized(), *_flat()]
     rows += [*_hybrid()] if VERSION >= (0, 19) else []
-    rows += [*_in_flight(), *_generating(), *_at_parity(), *_stored_directly(), *_across_hosts()]
+    rows += [*_in_flight(), *_generating(), *_at_parity()]
+    rows += [*_stored_directly(replays), *_across_hosts(replays)]
     assert len({(row.check, row.name) for row in rows}) == len(rows), "each row has its own name"
     return sorted(rows, key=lambda row: row.ranks)
 
@@ -560,7 +563,7 @@ def _layer(name: str, ranks: int, **changes: Any) -> Row:
     return Row(check=LAYER, name=name, run=layer_agrees, case=case, ranks=ranks, gpu=gpu, cpu=cpu)
 
 
-def _stored_directly() -> Iterator[Row]:
+def _stored_directly(replays: int) -> Iterator[Row]:
     """Yield direct stores beside an oracle, eager and in replays; kernels need GPUs."""
     small = Layer()
     wide = Layer(tokens=260, width=1032, top_k=4, local_experts=8, level=40)
@@ -577,8 +580,10 @@ def _stored_directly() -> Iterator[Row]:
     for ranks in (2, 4, 8):
         again = layers["tokens sent again"]
         pair = [dataclasses.replace(one, microbatches_in_flight=3) for one in (small, again)]
-        how = {"run": replay_differs, "case": pair[0], "more": (pair[1], 1000), "ranks": ranks}
-        yield Row(check=REPLAYS, name=f"R {ranks}", cpu=False, **how)
+        how = {"run": replay_differs, "case": pair[0], "more": (pair[1], replays), "ranks": ranks}
+        yield Row(check=REPLAYS, name=f"{replays:,}, R {ranks}", cpu=False, **how)
+        how = {"run": passes_differ, "case": AllPasses(), "ranks": ranks}
+        yield Row(check=PASSES, name=f"R {ranks}", cpu=False, **how)
 
 
 # The machine of each rank: two hosts, in turn, of unequal size; with rails, or one rank on each.
@@ -586,7 +591,7 @@ _HOSTS = "aabb", "abab", "aabbcc", "aaaabbbb", "aabbccdd"
 _WITHOUT_RAILS = "aaab", "abcd"
 
 
-def _across_hosts() -> Iterator[Row]:
+def _across_hosts(replays: int) -> Iterator[Row]:
     """Yield ranks that pretend to be on several machines: whole models, and rails alone."""
     packed = {"experts": "packed", "capacity_pool": "store"}
     for machines in (*_HOSTS, *_WITHOUT_RAILS):
@@ -618,5 +623,5 @@ def _across_hosts() -> Iterator[Row]:
                 check=DIRECT, name=f"hosts {machines}{name}", run=eager_differs, case=layer, **how
             )
         pair = dataclasses.replace(small, microbatches_in_flight=3), again
-        given = {"run": replay_differs, "case": pair[0], "more": (pair[1], 1000)}
-        yield Row(check=REPLAYS, name=f"hosts {machines}", **given, **how)
+        given = {"run": replay_differs, "case": pair[0], "more": (pair[1], replays)}
+        yield Row(check=REPLAYS, name=f"{replays:,}, hosts {machines}", **given, **how)

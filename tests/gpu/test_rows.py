@@ -105,7 +105,7 @@ def test_the_file_is_written_row_by_row_and_a_failure_does_not_end_it(tmp_path, 
     def count_rows(line: str) -> None:
         counts.append(len(json.loads(out.read_text())["runs"][0]["rows"]))
 
-    monkeypatch.setattr(program, "table", lambda: stubs)
+    monkeypatch.setattr(program, "table", lambda replays: stubs)
     monkeypatch.setattr(rows, "print_line", count_rows)
     for name in rows.ENVIRONMENT:
         monkeypatch.setenv(name, "")  # restored after the test; main() sets it

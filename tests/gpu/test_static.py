@@ -9,24 +9,13 @@ from torch import Tensor
 
 from padded_dispatch import NO_DROP, Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
 from padded_dispatch.experts.store import Store
+from tests.support.passes import D, E, F, K, routing
 
 pytestmark = pytest.mark.gpu
 
-T, K, E, D, F = 257, 3, 16, 96, 72
 LAYERS = 3  # Those of a store overflow one after the other at factor 0.5.
 
 Step = Callable[[Tensor, Tensor, Tensor], list[Tensor]]
-
-
-def routing(seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, probabilities and a map; every third seed uses only K experts."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens_TD = torch.randn(T, D, generator=generator, dtype=torch.float64)
-    probs_TE = torch.randint(64, (T, E), generator=generator) / 64
-    if seed % 3 == 0:
-        probs_TE[:, :K] += 1
-    map_TE = torch.zeros(T, E, dtype=torch.bool).scatter(1, probs_TE.topk(K).indices, True)
-    return tokens_TD.to(device, torch.bfloat16), probs_TE.to(device), map_TE.to(device)
 
 
 def padded_cells(config: DispatchConfig, device: torch.device) -> Step:
