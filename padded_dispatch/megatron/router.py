@@ -211,8 +211,13 @@ class _Gradients(torch.autograd.Function):
         if needs_tokens:
             twice_2ED = torch.cat([weight_ED, weight_ED])
             grad_input = (both_T2E.flatten(1) @ twice_2ED).view_as(input)
-        if needs_weight:
-            grad_ED = torch.addmm(low_TE.T @ tokens_TD, high_TE.T, tokens_TD)
+        if needs_weight:  # No part is rounded before both are added.
+            of_both_ET = both_T2E.flatten(1).T
+            if grad.is_cuda:
+                of_both_ED = torch.mm(of_both_ET, tokens_TD, out_dtype=torch.float32)
+            else:
+                of_both_ED = of_both_ET.float() @ tokens_TD.float()
+            grad_ED = of_both_ED.unflatten(0, (2, -1)).sum(0).to(weight_ED)
         if needs_bias:
             grad_bias = grad_TE.sum(0).to(bias.dtype)
         return grad_input, grad_ED, grad_bias, None

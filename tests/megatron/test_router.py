@@ -220,13 +220,16 @@ def test_gradients_of_logits_have_sixteen_bits(scale):
         assert (leaf.grad.double() - exact).abs().max() <= 2 * plain + ulp
 
 
-def test_a_weight_s_gradient_has_the_low_halves_of_numbers():
-    """In bf16 the first is 1, and the sum would be 0."""
+def test_both_parts_of_a_weight_s_gradient_are_added_before_rounding():
+    """Those below sum up to 2**-8 + 2**-20, in bf16 2**-8; 1 + 2**-8 is a tie, and would be 1."""
     route = router(params_dtype=torch.bfloat16, moe_router_dtype="fp32")
-    grad = torch.zeros(2, 1, tiny.NUM_EXPERTS)
-    grad[:, 0, 0] = torch.tensor((1 + 2.0**-9, -1.0))
-    route.gating(torch.ones(2, 1, tiny.HIDDEN).bfloat16()).backward(grad)
-    assert route.weight.grad[0].unique().tolist() == [2.0**-9]
+    grad = torch.zeros(5, 1, tiny.NUM_EXPERTS)
+    tiny_part = 2.0**-12
+    of_tokens = 1.0, 1 + 2.0**-9, -1 + 2.0**-9, tiny_part + 2.0**-20, -tiny_part
+    grad[:, 0, 0] = torch.tensor(of_tokens)
+    assert grad[:, 0, 0].bfloat16().sum() == 1
+    route.gating(torch.ones(5, 1, tiny.HIDDEN).bfloat16()).backward(grad)
+    assert route.weight.grad[0].unique().tolist() == [1 + 2.0**-7]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
