@@ -23,7 +23,7 @@ def trained(folder: Path, *given: str) -> tuple[list[float], list[int]]:
     """Run the program on two processes; return the losses that it prints, and its tokens."""
     command = [*TORCHRUN, "--nproc-per-node", "2", str(EXAMPLES / "gpt_moe.py"), *given]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "DEPRECATED" not in done.stderr, done.stderr
     (text,) = re.findall(r"^generated \[(.*)\]", done.stdout, re.MULTILINE)
     losses = [float(loss) for loss in re.findall(r"loss (\S+)$", done.stdout, re.MULTILINE)]
     return losses, [int(token) for token in text.split(", ")]
@@ -96,4 +96,4 @@ def test_bridges_recipe_has_our_dispatcher_and_the_saved_options(tmp_path, monke
 
 
 def test_the_gpt_fits_on_two_screens():
-    assert len((EXAMPLES / "gpt_moe.py").read_text().splitlines()) <= 130
+    assert len((EXAMPLES / "gpt_moe.py").read_text().splitlines()) <= 135

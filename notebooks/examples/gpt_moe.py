@@ -12,14 +12,14 @@ import os
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, distributed, optimizer, parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from padded_dispatch.megatron import StepHooks, install, megatron_on_cpu
+from padded_dispatch.train.model import HYBRID_MODEL, hybrid_stack
 
 VOCABULARY, LENGTH, BATCH, PASSES = 64, 32, 8, 2  # PASSES: micro-batches of a step, on each rank.
 ON_GPU = torch.cuda.is_available()
@@ -31,7 +31,10 @@ STOCK = {"moe_token_dispatcher_type": "alltoall" if ON_GPU else "allgather"}
 def build(dispatcher):
     """Return the model in Megatron's DDP; nothing but the dispatcher differs from stock."""
     install()  # Before the config is made.
-    layers = dict(num_layers=2, hidden_size=64, num_attention_heads=4, normalization="RMSNorm")
+    # 0.19 calls GPTModel deprecated. In HybridModel attention (*) and experts (E) alternate.
+    pattern = {"hybrid_layer_pattern": "*E*E"} if HYBRID_MODEL else {}
+    layers = dict(num_layers=4 if pattern else 2, is_hybrid_model=bool(pattern))
+    layers |= dict(hidden_size=64, num_attention_heads=4, normalization="RMSNorm")
     layers |= dict(add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0)
     experts = dict(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64)
     experts |= dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
@@ -40,8 +43,10 @@ def build(dispatcher):
     numbers |= dict(moe_grouped_gemm=ON_GPU, use_cpu_initialization=not ON_GPU)
     config = TransformerConfig(**layers, **experts, **numbers, **dispatcher)
     config.finalize_model_grads_func = distributed.finalize_model_grads
-    spec = get_gpt_decoder_block_spec(config, ON_GPU, normalization="RMSNorm")
-    model = GPTModel(config, spec, VOCABULARY, LENGTH, position_embedding_type="rope")
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, ON_GPU, normalization="RMSNorm")
+    spec = hybrid_stack(spec.layer_specs[0]) if HYBRID_MODEL else spec
+    kind, rope = HYBRID_MODEL or GPTModel, {"position_embedding_type": "rope"}
+    model = kind(config, spec, VOCABULARY, LENGTH, **rope, **pattern)
     model = Float16Module(config, model.cuda()) if ON_GPU else model
     settings = distributed.DistributedDataParallelConfig()
     return distributed.DistributedDataParallel(config, settings, model)
