@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from os import environ
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -157,28 +157,43 @@ def shape_flags(model: str) -> str:
 
 
 @contextlib.contextmanager
-def peak_mib() -> Iterator[list[int]]:
-    """Yield a list whose one number is the most memory in use on a GPU, beyond that of now."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+def gpu_samples() -> Iterator[list[tuple[float, float]]]:
+    """Yield a list, whose every second has the most MiB of a GPU, and the watts of all.
+
+    The first sample is of before.
+    """
+    query = ["nvidia-smi", "--query-gpu=memory.used,power.draw", "--format=csv,noheader,nounits"]
     if gpus := environ.get("CUDA_VISIBLE_DEVICES"):
         query += ["-i", gpus]  # Others may be at work on the rest.
 
-    def used() -> int:
-        return max(map(int, subprocess.check_output(query, text=True).split()))
+    def sample() -> tuple[float, float]:
+        lines = subprocess.check_output(query, text=True).splitlines()
+        mib, watts = zip(*(map(float, line.split(",")) for line in lines), strict=True)
+        return max(mib), sum(watts)
 
-    before, peak, ended = used(), [0], threading.Event()
+    samples, ended = [sample()], threading.Event()
 
     def watch() -> None:
         while not ended.wait(1):
-            peak[0] = max(peak[0], used() - before)
+            samples.append(sample())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        yield peak
+        yield samples
     finally:
         ended.set()
         watcher.join()
+
+
+def joules_of(ms: list[float], watts: list[float]) -> float | None:
+    """Return the energy of a median step: by the watts of the last seconds, but for the very last.
+
+    Those are as many as the kept steps took; in the very last a program ends.
+    """
+    kept = ms[FIRST_STEP - 1 :]
+    of_steps = watts[-1 - int(sum(kept) / 1000) : -1]
+    return median(kept) / 1000 * fmean(of_steps) if kept and of_steps else None
 
 
 def row_of(log: str) -> dict[str, Any]:
@@ -261,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
         if given.hosts:
             script = ["-m", "tests.support.machines", str(given.hosts), *script]
         log = folder / f"{model}, {name}.log"
-        with log.open("w") as output, peak_mib() as peak:
+        with log.open("w") as output, gpu_samples() as samples:
             exit_code = subprocess.run(
                 [*launcher, *script, *every.split(), *flags.split()],
                 cwd=folder,
@@ -269,6 +284,8 @@ def main(argv: list[str] | None = None) -> None:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             ).returncode
+        mib, watts = map(list, zip(*samples, strict=True))
+        figures = row_of(log.read_text(errors="replace"))
         row: dict[str, Any] = {
             "kind": "pretrain_gpt",
             "model": f"{model}, {given.layers} layers{', Megatron-FSDP' if fsdp else ''}",
@@ -278,8 +295,9 @@ def main(argv: list[str] | None = None) -> None:
             "micro_batches": given.micro_batches,
             "flags": flags,
             "capacity_factor": given.capacity_factor if "factor" in flags else None,
-            **row_of(log.read_text(errors="replace")),
-            "peak_mib": peak[0],
+            **figures,
+            "peak_mib": max(mib) - mib[0],
+            "joules": joules_of(figures["ms"], watts),
             "exit_code": exit_code,
         }
         append_run(given.out, run_about, [row])

@@ -32,7 +32,7 @@ sys.exit(3 * ("factor" not in words))
 def test_rows_hold_what_each_run_says(tmp_path, monkeypatch):
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
     smi = tmp_path / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\necho 512\n")
+    smi.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\necho 512, 300.5\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{real_run.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
@@ -48,7 +48,7 @@ def test_rows_hold_what_each_run_says(tmp_path, monkeypatch):
     for row in run["rows"]:
         assert row["model"] == "gpt-oss-20b, 6 layers" and row["iterations"] == 22
         assert row["ms"][0] == 101.5 and row["median_ms"] == 122 and row["loss"] == [1.25] * 22
-        assert row["peak_mib"] == 0
+        assert row["peak_mib"] == 0 and row["joules"] is None  # No second of steps was seen.
     assert ours["dropped"] == [0.5] * 22 and ours["expert_overload"] == [7.5] * 22
     assert "dropped" not in dropless
     assert [row["capacity_factor"] for row in run["rows"]] == [1.25, None]
@@ -80,6 +80,13 @@ def test_rows_hold_what_each_run_says(tmp_path, monkeypatch):
     assert "swiglu" not in real_run.shape_flags("nemotron-3-super")
 
 
+def test_energy_is_that_of_seconds_with_kept_steps():
+    """Three steps of a second are kept; what came before, and the end, is left out."""
+    ms = [9000.0] * 20 + [1000.0, 900.0, 1200.0]
+    assert real_run.joules_of(ms, [80.0, 100.0, 690.0, 700.0, 710.0, 90.0]) == 700.0
+    assert real_run.joules_of(ms[:20], [700.0] * 9) is None
+
+
 def test_ranks_that_share_a_gpu_are_on_hosts(tmp_path, monkeypatch):
     (tmp_path / "pretrain_gpt.py").write_text(f"""
 import fused_weight_gradient_mlp_cuda, os
@@ -90,7 +97,7 @@ open("{tmp_path}/said" + os.environ["RANK"], "w").write(str(said))
 """)
     monkeypatch.setattr(real_run, "FUSED", "")
     monkeypatch.setattr(real_run, "about", lambda **given: given)
-    monkeypatch.setattr(real_run, "peak_mib", lambda: nullcontext([0]))
+    monkeypatch.setattr(real_run, "gpu_samples", lambda: nullcontext([(0, 0)]))
     out = tmp_path / "out.json"
     given = f"--megatron-lm {tmp_path} --out {out} --folder {tmp_path} --text {tmp_path}"
     shape = ["--models", "small", "--ep", "4", "--hosts", "2", "--only"]
