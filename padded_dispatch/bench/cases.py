@@ -38,6 +38,17 @@ OPTIONS = {
     "packed": PaddedOptions(experts="packed", exchange="alltoall"),
 }
 
+# Variants of stock, as fields of TransformerConfig, and Transformer Engine's switches for them. The
+# operation fuser multiplies all experts at once, with counts on the device. It takes Megatron-Core
+# 0.19 and, on Hopper, cuBLAS 13.4.
+STOCK: dict[str, dict[str, Any]] = {
+    "fuser": {"use_transformer_engine_op_fuser": True, "moe_single_grouped_weight": True},
+}
+STOCK_SWITCHES = {
+    "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1",  # Megatron asks for it also where its kernels do not run
+    "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1",
+}
+
 # Where gradients of parameters go. "none": into `grad`, and each pass starts without them. "fused":
 # into fp32 buffers; with `gradient_accumulation_fusion` the experts' GEMMs add theirs, and the
 # others are added after the pass, as by Megatron's DDP. "first": the same in a step's first
@@ -51,7 +62,7 @@ class Contender:
 
     Args:
         name: its name in results files.
-        variant: a key of `OPTIONS`; None for stock.
+        variant: a key of `OPTIONS`, for stock of `STOCK`; None for stock without.
         graph: "layer" if the layer runs in a CUDA graph, else "none".
         fp8: whether it computes in fp8, recipe tensorwise; quantizing weights is not measured.
     """
@@ -71,15 +82,29 @@ class Contender:
         """True if it runs without a GPU."""
         return self.drops and self.graph == "none"
 
+    @property
+    def by_default(self) -> bool:
+        """True if it runs on a GPU with every version that this package supports, in bf16."""
+        return self.variant not in STOCK and not self.fp8
+
+    @property
+    def keeps_counts(self) -> bool:
+        """True if stock's dispatcher leaves its counts on the device, as no release does.
+
+        On one rank only the experts read them.
+        """
+        return self.name == "stock-dropless" and self.graph == "layer"
+
 
 CONTENDERS = {
     "dropless": Contender(name="stock-dropless"),
     "drop-pad": Contender(name="stock-drop-pad"),
+    **{key: Contender(name="stock-dropless", variant=key) for key in STOCK},
     **{key: Contender(name="ours", variant=key) for key in OPTIONS},
 }
 CONTENDERS |= {
     f"{key}-graphed": dataclasses.replace(CONTENDERS[key], graph="layer")
-    for key in ("drop-pad", *OPTIONS)
+    for key in ("drop-pad", *STOCK, *OPTIONS)
 }
 CONTENDERS |= {
     f"{key}-fp8-graphed": dataclasses.replace(CONTENDERS[f"{key}-graphed"], fp8=True)
@@ -146,9 +171,10 @@ def read_bench(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         choices=CONTENDERS,
         metavar="NAME",
-        help="dropless and drop-pad are Megatron's, auto is ours by default options, the others "
-        "are explicit choices; -graphed: in a CUDA graph: "
-        f"{', '.join(CONTENDERS)} (default: all that the device runs in bf16)",
+        help="dropless and drop-pad are Megatron's, fuser is dropless with Transformer Engine's "
+        "operation fuser (cuBLAS 13.4; -graphed without the dispatcher's wait, on one rank), auto "
+        "is ours by default options, the others are explicit choices; -graphed: in a CUDA graph: "
+        f"{', '.join(CONTENDERS)} (default: all that the device runs in bf16, without fuser)",
     )
     sweeps.add_argument(
         "--main-grad",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from padded_dispatch.bench.cases import CONTENDERS, MODELS, README_FLAGS, Case, sweep
 from padded_dispatch.bench.layer import RoutedLayer, build, megatron_flags
-from padded_dispatch.bench.measure import Batch, Passes, batches, kernels_ms, timed
+from padded_dispatch.bench.measure import Batch, Passes, batches, cublas, kernels_ms, timed
 from padded_dispatch.bench.report import differences, line, readme_table, roofline, table
 from padded_dispatch.config import require
 from padded_dispatch.exchange.symmetric_memory import allocated_gib, reset_peaks
@@ -62,7 +62,7 @@ def resolve(given: argparse.Namespace) -> argparse.Namespace:
         "models": ["qwen3-30b-a3b", "gpt-oss-20b"] if on_gpu else ["tiny"],
         "tokens": [4096 if on_gpu else 64],
         "contenders": [
-            name for name, one in CONTENDERS.items() if (on_gpu or one.on_cpu) and not one.fp8
+            name for name, one in CONTENDERS.items() if (on_gpu or one.on_cpu) and one.by_default
         ],
     }
     known = {name: value for name, value in vars(given).items() if value is not None}
@@ -105,6 +105,8 @@ def _check(given: argparse.Namespace) -> None:
     for key in given.contenders:
         runs = not on_cpu or CONTENDERS[key].on_cpu
         require(runs, "contenders", key, "run on a CPU", "leave it out, or run on a GPU")
+        runs = max(given.ep) == 1 or not CONTENDERS[key].keeps_counts
+        require(runs, "contenders", key, "run on several ranks", "leave it out, or set --ep 1")
     for main_grad in given.main_grad:
         runs = not on_cpu or main_grad == "none"
         require(runs, "main_grad", main_grad, "be none on a CPU", "run on a GPU")
@@ -168,6 +170,7 @@ def measure(
         "flags": flags,
         "iterations": settings.iterations,
         "ranks": dist.get_world_size(),
+        "cublas": cublas(device),
     }
     error, errors = None, [None] * dist.get_world_size()
     try:

@@ -6,6 +6,7 @@ routings fit into a graph's static inputs.
 """
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from padded_dispatch.bench.cases import CONTENDERS, OPTIONS, Case
+from padded_dispatch.bench.cases import CONTENDERS, OPTIONS, STOCK, STOCK_SWITCHES, Case
 
 _SEED = 1234
 
@@ -59,6 +60,7 @@ def megatron_flags(case: Case, *, on_gpu: bool) -> dict[str, Any]:
         "moe_router_fusion": on_gpu,
         "moe_grouped_gemm": on_gpu,
         "gradient_accumulation_fusion": case.main_grad != "none",
+        **STOCK.get(contender.variant or "", {}),
         **({"fp8": "hybrid", "fp8_recipe": "tensorwise"} if contender.fp8 else {}),
     }
 
@@ -91,9 +93,11 @@ def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLaye
         params_dtype=torch.bfloat16 if on_gpu else torch.float32,
         **flags,
     )
-    variant = CONTENDERS[case.contender].variant
-    if variant is not None:
-        config.padded_dispatch = OPTIONS[variant]
+    contender = CONTENDERS[case.contender]
+    if contender.variant in OPTIONS:
+        config.padded_dispatch = OPTIONS[contender.variant]
+    if contender.variant in STOCK:
+        os.environ.update(STOCK_SWITCHES)  # They change nothing for the other contenders.
     spec = get_moe_module_spec(
         use_te=on_gpu, num_experts=shape.num_experts, moe_grouped_gemm=on_gpu
     )
@@ -104,4 +108,7 @@ def build(case: Case, flags: dict[str, Any], device: torch.device) -> RoutedLaye
     layer: Any = make(config=config, layer_number=1)
     layer.to(device)
     layer.set_layer_number(1)
+    if contender.keeps_counts:
+        # No graph can wait for the host, which copies them for an exchange between ranks.
+        layer.token_dispatcher._maybe_dtoh_and_synchronize = lambda point, counts=None: counts
     return RoutedLayer(layer)

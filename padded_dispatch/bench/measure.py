@@ -247,6 +247,20 @@ def joules(device: torch.device) -> float | None:
     return None if found is None else found / 1e3
 
 
+def cublas(device: torch.device) -> str | None:
+    """Return the version of the cuBLAS that torch has loaded; None on CPUs.
+
+    LD_PRELOAD or pip may have replaced the one that torch asks for, and the products with it.
+    """
+    if device.type != "cuda":
+        return None
+    cuda = (torch.version.cuda or "").split(".")[0]
+    library = ctypes.CDLL(f"libcublasLt.so.{cuda}")
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    major, rest = divmod(library.cublasLtGetVersion(), 10_000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
 def _ask(device: torch.device, function: str, answer: Any, *arguments: int) -> int | None:
     """Return what a function of NVIDIA's library writes into `answer`, a ctypes number."""
     if device.type != "cuda":

@@ -1,5 +1,6 @@
 """`padded-dispatch bench` from a command line to a file; its layer and its timing."""
 
+import dataclasses
 import json
 from unittest.mock import patch
 
@@ -9,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from padded_dispatch.bench import command
-from padded_dispatch.bench.cases import Case, read_bench, routing_scores
+from padded_dispatch.bench.cases import CONTENDERS, Case, Contender, read_bench, routing_scores
 from padded_dispatch.bench.layer import build, megatron_flags
-from padded_dispatch.bench.measure import Passes, batches
+from padded_dispatch.bench.measure import Passes, batches, cublas
 from padded_dispatch.megatron import install, uninstall
 from tests.support import tiny
-from tests.support.pool import end_groups
+from tests.support.parity import megatron as megatron_groups
+from tests.support.pool import WorkerError, end_groups
 from tests.support.routings import routing_map
 from tests.support.tiny import only_worker
 
@@ -107,6 +109,32 @@ def test_stock_and_ours_have_the_fusions_of_production():
         flags = megatron_flags(_case(contender=contender, main_grad="fused"), on_gpu=True)
         assert (flags["moe_router_fusion"], flags["gradient_accumulation_fusion"]) == (True, True)
         assert flags["moe_permute_fusion"] == (contender != "auto-graphed")
+
+
+def test_stocks_fused_experts_are_two_flags_beside_dropless(monkeypatch):
+    fused = megatron_flags(_case(contender="fuser-graphed", capacity_factor=None), on_gpu=True)
+    plain = megatron_flags(_case(contender="dropless", capacity_factor=None), on_gpu=True)
+    more = {"use_transformer_engine_op_fuser": True, "moe_single_grouped_weight": True}
+    assert fused == plain | more
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    by_default = parse([]).contenders
+    assert "auto-graphed" in by_default and not [x for x in by_default if "fuser" in x]
+    assert parse(["--contenders", "fuser-graphed", "--ep", "1"]).workers == 1
+    message = r"^--contenders must run on several ranks, got 'fuser-graphed'; leave it out, or set"
+    with pytest.raises(ValueError, match=message):
+        parse(["--contenders", "fuser-graphed", "--ep", "1", "2"])
+
+
+def test_stock_computes_the_same_from_counts_that_it_does_not_wait_for(megatron, monkeypatch):
+    kept = Contender(name="stock-dropless", graph="layer")
+    monkeypatch.setitem(CONTENDERS, "dropless-graphed", kept)
+    case, stock = _built(contender="dropless-graphed", capacity_factor=None)
+    _, ours = _built(contender="module")
+    (batch, *_) = _data(case)
+    found, expected = (layer(batch.tokens, batch.logits) for layer in (stock, ours))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    # A layer that waits would have the counts of the host's copy.
+    assert not hasattr(stock.layer.token_dispatcher, "d2h_event")
 
 
 def _run(tmp_path, *flags, main=main):
@@ -229,6 +257,58 @@ def test_the_readme_s_cases_do_not_depend_on_other_flags(monkeypatch):
         (2, 4096, "qwen3-30b-a3b"),
         (2, 4096, "gpt-oss-20b"),
     }
+
+
+def _fused_experts_differ(main_grad):
+    """Return the relative differences from dropless, eager, with the same weights."""
+    found, device = [], torch.device("cuda")
+    with megatron_groups("cuda"):
+        case, weights = _case(contender="dropless", tokens=512, skew="uniform"), []
+        case = dataclasses.replace(case, capacity_factor=None, main_grad=main_grad)
+        sizes = case.shape, case.tokens, case.skew
+        data = batches(*sizes, seed=0, dtype=torch.bfloat16, device=device)
+        for name in ("dropless", "fuser", "fuser-graphed"):
+            one = dataclasses.replace(case, contender=name)
+            layer = build(one, megatron_flags(one, on_gpu=True), device)
+            experts = layer.layer.experts
+            linears = experts.linear_fc1, experts.linear_fc2
+            if name == "dropless":
+                weights = [[p.detach().clone() for p in x.parameters()] for x in linears]
+            else:
+                with torch.no_grad():
+                    for linear, given in zip(linears, weights, strict=True):
+                        linear.weight.copy_(torch.stack(given))
+            graphed = CONTENDERS[name].graph == "layer"
+            passes = Passes(layer, data, graphed=graphed, main_grad=main_grad)
+            passes._grad.fill_(0).add_(data[1].tokens)
+            for parameter in layer.parameters():  # Warming up has added to them.
+                if main_grad != "none":
+                    parameter.main_grad.zero_()
+            tensors = [passes.run(2).detach().clone(), passes._tokens.grad.clone()]
+            source = "grad" if main_grad == "none" else "main_grad"
+            for linear in linears:
+                grads = [getattr(parameter, source) for parameter in linear.parameters()]
+                tensors.append(torch.cat([grad.flatten() for grad in grads]))
+            found.append([tensor.float() for tensor in tensors])
+    exact, *others = found
+    return [
+        ((one - wanted).norm() / wanted.norm()).item()
+        for other in others
+        for one, wanted in zip(other, exact, strict=True)
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("main_grad", ["none", "fused"])
+def test_stocks_fused_experts_agree_with_its_others(gpu_pools, main_grad):
+    """Their probabilities are in bf16. An older cuBLAS has no such products for Hopper."""
+    version = tuple(map(int, (cublas(torch.device("cuda")) or "0").split(".")))
+    if version < (13, 4):
+        with pytest.raises(WorkerError, match="Single grouped parameters require"):
+            gpu_pools[1].run(_fused_experts_differ, main_grad)
+    else:
+        (differences,) = gpu_pools[1].run(_fused_experts_differ, main_grad)
+        assert max(differences) < 2e-2, differences
 
 
 @pytest.mark.gpu

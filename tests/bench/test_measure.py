@@ -24,6 +24,19 @@ def test_cases_of_one_layer_and_routing_share_their_batches():
         assert torch.equal(one.logits, other.logits)
 
 
+def test_the_version_of_cublas_is_the_loaded_library_s(monkeypatch):
+    def version():
+        return 130602
+
+    loaded = []
+    library = SimpleNamespace(cublasLtGetVersion=version)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(measure.ctypes, "CDLL", lambda name: loaded.append(name) or library)
+    assert measure.cublas(torch.device("cuda", 0)) == "13.6.2"
+    assert loaded == ["libcublasLt.so.13"]
+    assert measure.cublas(torch.device("cpu")) is None
+
+
 def test_sustained_time_and_energy_are_those_of_the_second_second(monkeypatch):
     """A clock that only `run` moves: 100 ms at first, 125 ms and 50 J from the eleventh run on."""
     runs, rests = [], []
