@@ -14,6 +14,7 @@ from padded_dispatch.bench.cases import CONTENDERS, Case, Contender, read_bench,
 from padded_dispatch.bench.layer import build, megatron_flags
 from padded_dispatch.bench.measure import Passes, batches, cublas
 from padded_dispatch.megatron import install, uninstall
+from padded_dispatch.megatron.compat import training_stream
 from tests.support import tiny
 from tests.support.parity import megatron as megatron_groups
 from tests.support.pool import WorkerError, end_groups
@@ -262,7 +263,7 @@ def test_the_readme_s_cases_do_not_depend_on_other_flags(monkeypatch):
 def _fused_experts_differ(main_grad):
     """Return the relative differences from dropless, eager, with the same weights."""
     found, device = [], torch.device("cuda")
-    with megatron_groups("cuda"):
+    with megatron_groups("cuda"), torch.cuda.stream(training_stream()):
         case, weights = _case(contender="dropless", tokens=512, skew="uniform"), []
         case = dataclasses.replace(case, capacity_factor=None, main_grad=main_grad)
         sizes = case.shape, case.tokens, case.skew
