@@ -2,7 +2,7 @@
 
 There are two ways to use it. `install()` makes `moe_token_dispatcher_type="padded_alltoall"` work
 everywhere. `padded_spec(spec)` puts `PaddedMoELayer` into a layer spec. Its layers wrap what packed
-experts, CUDA graphs and the combined schedule (`overlap_moe_expert_parallel_comm`) need.
+experts and CUDA graphs need.
 
 Each name below is imported at its first use, and Megatron with it. Command lines import
 `padded_dispatch.megatron.options` alone, which needs neither Megatron nor torch.

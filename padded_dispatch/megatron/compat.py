@@ -26,9 +26,6 @@ def found(name: str) -> Any:
         return None
 
 
-# True if layers of multi-token prediction get the padding mask.
-MTP_HAS_MASKS = _IS_18
-
 # True if `local` graphs reuse an input's buffer while backward still reads it.
 FREES_GRAPH_INPUTS = not _IS_18
 

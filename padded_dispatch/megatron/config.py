@@ -63,6 +63,7 @@ class Refused:
 
 
 _ONE_LENGTH = "leave it False and pad sequences to one length"
+_NO_GAIN = "within a host it gained nothing: packed experts and exchange are on one stream"
 
 REFUSED = (
     Refused(
@@ -84,6 +85,9 @@ REFUSED = (
     Refused(
         "hybrid_context_parallel", "gives every microbatch another number of tokens", _ONE_LENGTH
     ),
+    Refused("overlap_moe_expert_parallel_comm", _NO_GAIN, "leave it False"),
+    Refused("delay_wgrad_compute", _NO_GAIN, "leave it False"),
+    Refused("overlap_dispatch_backward_with_experts_wgrad", _NO_GAIN, "leave it False"),
     Refused(
         "offload_modules",
         "fused_group_mlp belongs to the op fuser's experts, which are not used here",
@@ -180,18 +184,6 @@ def _refused_graphs(config: TransformerConfig) -> list[str]:
             "with those of the capture. Remedy: set fp8 or fp4, or "
             "disable_parameter_transpose_cache=True."
         )
-    reasons = {
-        "overlap_moe_expert_parallel_comm": "the schedule runs layers in pieces, beside such "
-        "graphs",
-        "overlap_dispatch_backward_with_experts_wgrad": "in a replay, Megatron's DDP does not see "
-        "gradients that come after backward",
-    }
-    for name, reason in reasons.items():
-        if _read(config, name) and (captures_experts or impl == "local"):
-            lines.append(
-                f"  cuda_graph_impl={impl!r} of layers with their experts, with {name}: {reason}. "
-                "Remedy: 'transformer_engine' with the scopes attn, moe_router and moe_preprocess."
-            )
     return lines
 
 
@@ -207,26 +199,6 @@ def take_over(config: TransformerConfig) -> None:
         log_once(f"{name}={_read(config, name)!r} is for another dispatcher; here: {note}")
         if name not in KEPT:
             setattr(config, name, _FIELDS[name].default)
-
-
-def check_pipeline(config: TransformerConfig) -> None:
-    """Raise if the combined schedule would run one pass on the input of another.
-
-    `forward_backward_pipelining_with_interleaving` does so without `overlap_p2p_comm`, also with
-    Megatron's own dispatcher: seen with 0.16.1 and 0.19.0, 2 stages of 2 chunks and 4 microbatches
-    on CPUs. Frameworks may set the field after the config is made, so each layer checks it.
-    """
-    chunks = _read(config, "virtual_pipeline_model_parallel_size") or 1
-    require(
-        not _read(config, "overlap_moe_expert_parallel_comm")
-        or chunks == 1
-        or config.overlap_p2p_comm,
-        "overlap_p2p_comm",
-        False,
-        "be True with overlap_moe_expert_parallel_comm and virtual pipeline stages, whose passes "
-        "Megatron otherwise mixes up",
-        "set it, and batch_p2p_comm=False",
-    )
 
 
 def last_layer(config: TransformerConfig) -> int:

@@ -13,11 +13,6 @@ what the host has decided in `StackedExperts.call`. Megatron's own experts get p
 `token_dispatch` sends the rows into cells, and `token_combine` returns the sums. No capture begins
 or ends between these two.
 
-With `overlap_moe_expert_parallel_comm` Megatron calls the methods one by one, some on another
-stream. Between them it may run backward passes of other microbatches, but no forward passes, so the
-attributes hold one pass. Megatron frees the input of a method once it has run. The nodes that
-`kept_inputs` names are exceptions: their inputs share memory with their outputs.
-
 Letters: T tokens as [S, B] (sequence, batch), K experts per token, E experts, L experts on this
 rank, P slots of a source on the wire, D hidden size, N rows of this rank's experts.
 """
@@ -48,7 +43,6 @@ from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.experts import (
     ChosenExperts,
     in_fp8,
-    require_gradients_arrive,
     require_weights_stay,
 )
 from padded_dispatch.megatron.layer_configs import LayerConfigs
@@ -83,12 +77,10 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
             graphs capture the calls, so append before a capture.
         see_pass: function that the router calls in each training pass, before it routes; None with
             CUDA graphs, whose `guard` sees the passes instead.
-        kept_inputs: nodes of the combined schedule whose inputs Megatron must not free.
     """
 
     store: Store | None = None
     see_pass: Callable[[], None] | None = None
-    kept_inputs: tuple[str, ...] = ("moe_dispatch", "mlp")
     expert_SBK: Any = None
     place_SBK: Any = None
     kept_E: Any = None
@@ -263,7 +255,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
                     "the first step",
                     logging.WARNING,
                 )
-            require_gradients_arrive(self.experts, self.config)
             require_weights_stay(self.experts, self.config)
             if self._logs and config.capacity_factor == NO_DROP:
                 self._warn_of_rows(config, tokens_TD)
@@ -299,7 +290,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
 class PackedTokenDispatcher(PaddedAlltoAllTokenDispatcher):
     """The dispatcher of packed experts, which do the exchange themselves."""
 
-    kept_inputs = "moe_dispatch", "mlp", "moe_combine"
     _chunk: Chunk | None = None  # Lives as long as its layers.
     _numbers: Sequence[int] = ()  # of the layer's calls in the store, see `join`
 
@@ -409,9 +399,6 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
             self.shared_overlap.wait()
         config, tokens_TD = self.configs.current, hidden_states.flatten(0, -2)
         wire = self._start(config, tokens_TD)
-        if self.config.overlap_moe_expert_parallel_comm:  # Another stream reads the plan.
-            for name in _PLAN_TENSORS:
-                getattr(self, name).record_stream(torch.cuda.current_stream())
         expert_input, self._dispatch_state = padded.dispatch(tokens_TD, probs, wire, config)
         if self.shared_overlap is not None:
             self.shared_overlap.fc1(expert_input.rows_ND)

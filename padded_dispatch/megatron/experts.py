@@ -13,8 +13,6 @@ linears do with `gradient_accumulation_fusion`; autograd gets unspecified memory
 gradient is stored instead of added, since DDP has just zeroed the buffer
 (`stacked_linear.following_zeros`). If `adds_gradients` is False, DDP adds the gradients, in the
 parameters' dtype: bf16 rounds the gradient of each micro-batch by at most 2**-8 of its value.
-Backward computes weight gradients at once, also with `delay_wgrad_compute` or
-`overlap_dispatch_backward_with_experts_wgrad`: outside of the experts is no exchange to overlap.
 
 In fp8 (`padded_dispatch.experts.scaled`) weights stay in bf16 and are quantized once per step. A
 step of any torch optimizer marks them as stale, on the device; so does `set_is_first_microbatch`.
@@ -94,33 +92,6 @@ def chosen_experts(config: TransformerConfig) -> ChosenExperts:
     if pool == "auto":
         pool = "store" if packed else "cells"
     return ChosenExperts(packed=packed, pool=pool, reason=reason)
-
-
-def require_gradients_arrive(experts: nn.Module, config: TransformerConfig) -> None:
-    """Raise if DDP would never see the weight gradients of the spec's experts.
-
-    With `overlap_dispatch_backward_with_experts_wgrad` TEGroupedMLP stores them in `grad` after
-    autograd is done with the weights. Megatron-FSDP reads them there. DDP reads them in hooks of
-    the module, which its constructor registers only if `ddp_config` has `delay_wgrad_compute`.
-    (Stock 0.19.0 goes on training without these gradients: seen on GPUs.)
-    """
-    name = "overlap_dispatch_backward_with_experts_wgrad"
-    if not getattr(config, name, False) or config.gradient_accumulation_fusion:
-        return
-    hooks = "wgrad_accumulation_and_reduce_hooks"  # A list, in modules that delay gradients.
-    lists = [getattr(module, hooks) for module in experts.modules() if hasattr(module, hooks)]
-    in_ddp = any(
-        hasattr(parameter, "main_grad") and not hasattr(parameter, "__fsdp_param__")
-        for parameter in experts.parameters()
-    )
-    require(
-        not in_ddp or not lists or any(lists),
-        name,
-        True,
-        "be False with Megatron's DDP and experts of the layer's spec, whose weight gradients DDP "
-        "would not see",
-        "set it to False, set experts='packed', or train with Megatron-FSDP",
-    )
 
 
 def require_weights_stay(experts: nn.Module, config: TransformerConfig) -> None:
@@ -281,9 +252,6 @@ class StackedExperts(MegatronModule):
             scaled=self._refreshed() if self.in_fp8 else None,
         )
         return run(tokens_TD, prob_TK, weights, self.activation, call), None
-
-    def backward_dw(self) -> None:
-        """Do nothing: backward delays no gradient."""
 
     def sharded_state_dict(
         self,

@@ -29,7 +29,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
-from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.cuda_graphs import (
     TECudaGraphHelper,
@@ -77,9 +76,6 @@ def install(config: TransformerConfig) -> None:
         # waits there until it is deleted: https://github.com/pytorch/pytorch/issues/115388
         atexit.unregister(forget_iterations)  # Register once: each layer calls this.
         atexit.register(forget_iterations)
-    if config.overlap_moe_expert_parallel_comm:
-        adapted = functools.partial(schedule.adapted, _replay)
-        PATCHED.wrap(TransformerLayerSchedulePlan, "_build_callable_nodes", adapted)
 
 
 def padded_layers(chunks: list[Any]) -> list[Any]:

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from padded_dispatch.config import require
 from padded_dispatch.megatron import drops, guard
 from padded_dispatch.megatron.bridge import show_single_experts
-from padded_dispatch.megatron.config import check_config, check_experts, check_pipeline, take_over
+from padded_dispatch.megatron.config import check_config, check_experts, take_over
 from padded_dispatch.megatron.cpu import check_device
 from padded_dispatch.megatron.dispatcher import CellTokenDispatcher, PackedTokenDispatcher
 from padded_dispatch.megatron.experts import StackedExperts, chosen_experts
@@ -50,12 +50,11 @@ def build(
 
     Raises:
         ValueError: if there is no device, or the config or the experts are not supported; see
-            `check_device`, `check_config`, `check_pipeline` and `check_experts`.
+            `check_device`, `check_config` and `check_experts`.
     """
     check_device()
     take_over(config)
     check_config(config)
-    check_pipeline(config)
     guard.install(config)
     pg_collection = pg_collection or get_default_pg_collection()
     chosen, in_bf16 = chosen_experts(config), nullcontext()
@@ -109,9 +108,9 @@ class _EqualsMoELayer(type(MoELayer)):
 class PaddedMoELayer(MoELayer, metaclass=_EqualsMoELayer):
     """`MoELayer` with static shapes and the same arguments, for use without `install()`.
 
-    `_padded` puts it in front of subclasses of `MoELayer`. If the config asks for CUDA graphs or
-    the combined schedule, `guard.install` adds checks before each replay, and hands on padding
-    masks. Packed experts wrap DDP's `zero_grad_buffer`, and two methods of Megatron-Bridge.
+    `_padded` puts it in front of subclasses of `MoELayer`. If the config asks for CUDA graphs,
+    `guard.install` adds checks before each replay, and hands on padding masks. Packed experts wrap
+    DDP's `zero_grad_buffer`, and two methods of Megatron-Bridge.
     """
 
     def __init__(self, config: Any, *args: object, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Padding masks and packed sequences, which Megatron's schedules and CUDA graphs leave out.
+"""Padding masks and packed sequences, which Megatron's CUDA graphs leave out.
 
 Masks in graphs of layers. Where `cuda_graph_impl` is "transformer_engine", Megatron calls the MoE
 part of a layer without the padding mask, in captures and in replays (0.16.1 to 0.20). So each layer
@@ -9,15 +9,10 @@ a replay. Other graphs read the mask among their inputs.
 Packed sequences (THD) are separated in attention; the MoE part sees T tokens of any sequences. A
 graph of attention would keep the boundaries of its capture, so `check_packed` raises.
 
-The combined schedule (`overlap_moe_expert_parallel_comm`) runs a layer in pieces. It calls the
-router without the mask, and frees the input of a piece after its forward. `adapted` passes the mask
-on. It keeps the inputs of the dispatcher's `kept_inputs`, which share memory with the outputs.
-
 Letters: B sequences, S positions on this rank.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -29,9 +24,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron.compat import MTP_HAS_MASKS, captures
-from padded_dispatch.megatron.dispatcher import is_padded
-from padded_dispatch.megatron.drops import see_pass
+from padded_dispatch.megatron.compat import captures
 from padded_dispatch.utils.patches import Patches
 
 # Masks that the next capture of a layer reads, and those that its present graphs read.
@@ -145,72 +138,3 @@ def check_packed(layer: TransformerLayer, packed_seq_params: Any) -> None:
         "separating the samples",
         "set micro_batch_size=1 without it, or cuda_graph_impl='none'",
     )
-
-
-def adapted(guarded: Callable[..., Any], build: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `TransformerLayerSchedulePlan._build_callable_nodes` to adapt padded layers.
-
-    While the piece with the router of a padded layer runs, `MoELayer.route` gets the mask of the
-    model's chunk. If the router is in a CUDA graph, its replay gets the mask.
-
-    `guarded`: calls a replay; it gets the layer, the replay and the replay's arguments.
-    """
-
-    @functools.wraps(build)
-    def build_adapted(plan: Any, *args: object, **kwargs: object) -> None:
-        build(plan, *args, **kwargs)
-        layer = _transformer_layer(plan.layer)
-        if not is_padded(getattr(layer, "mlp", None)):
-            return
-        has_mask = layer is plan.layer or MTP_HAS_MASKS
-        # The piece that ends with the dispatcher's first stage; `attn` until 0.18.
-        first = getattr(plan, "attn", None) or plan.pre_dispatch_computation
-        first.submodule = partial(_run_with_mask, guarded, layer, has_mask, first.submodule)
-        for name in layer.mlp.token_dispatcher.kept_inputs:
-            getattr(plan, name).free_input = False
-
-    return build_adapted
-
-
-def _transformer_layer(layer: TransformerLayer) -> Any:
-    """Return the transformer layer inside a layer of multi-token prediction, else the layer."""
-    for name in ("mtp_model_layer", "transformer_layer"):
-        if hasattr(layer, name):
-            return getattr(layer, name)
-    return layer
-
-
-def _run_with_mask(
-    guarded: Callable[..., Any],
-    layer: Any,
-    has_mask: bool,
-    run: Callable[..., Any],
-    node: Any,
-    *args: Any,
-) -> Any:
-    moe, route = layer.mlp, layer.mlp.route
-
-    # Read the chunk's mask late: a layer of multi-token prediction first shifts it by a token.
-    def mask() -> Tensor | None:
-        return node.chunk_state.padding_mask if has_mask else None
-
-    # The argument, from Megatron-Bridge, is the same mask as [B, S], and is not used.
-    def route_with_mask(hidden_states: Tensor, padding_mask: Tensor | None = None) -> Any:
-        mask_BS = mask()
-        note_mask(layer, mask_BS)
-        if mask_BS is None:
-            return route(hidden_states)
-        return route(hidden_states, padding_mask=mask_BS.transpose(0, 1).bool())
-
-    def replay_with_mask(**kwargs: Any) -> Any:
-        return guarded(layer, replay, **kwargs, padding_mask=mask())
-
-    check_packed(layer, node.chunk_state.packed_seq_params)
-    if moe.training and layer.config.cuda_graph_impl != "none":
-        see_pass(moe)
-    with Patches() as patches:
-        patches.set(moe, "route", route_with_mask)
-        if getattr(layer, "cuda_graphs", None):
-            replay = layer._te_cuda_graph_replay
-            patches.set(layer, "_te_cuda_graph_replay", replay_with_mask)
-        return run(node, *args)

@@ -253,7 +253,6 @@ def _like(single: Tensor, stacked: Tensor) -> nn.Parameter:
     """Return a parameter with the attributes that Megatron gave to a single expert's parameter."""
     made = nn.Parameter(stacked)
     vars(made).update(vars(single))
-    vars(made).pop("skip_backward_post_hook", None)  # Backward delays no gradient.
     return made
 
 

@@ -36,7 +36,6 @@ VERSION = (package_info.MAJOR, package_info.MINOR)
 EAGER = "replay equals eager training"
 HYBRID = "a HybridModel trains as its GPTModel"
 RETRY = "repeated steps equal training that never drops"
-OVERLAP = "the combined schedule equals the plain one"
 MEMORY = "memory is flat"
 WAITS = "replays do not wait"
 LAYER = "a layer is at parity with stock"
@@ -113,7 +112,7 @@ class Row:
 
 def table(replays: int = 1000) -> list[Row]:
     """Return all rows, those with few ranks first; those of direct stores have `replays`."""
-    rows = [*_replayed(), *_retried(), *_overlapped(), *_quantized(), *_flat()]
+    rows = [*_replayed(), *_retried(), *_quantized(), *_flat()]
     rows += [*_hybrid()] if VERSION >= (0, 19) else []
     rows += [*_in_flight(), *_generating(), *_at_parity()]
     rows += [*_stored_directly(replays), *_across_hosts(replays)]
@@ -367,56 +366,6 @@ def _retried() -> Iterator[Row]:
             some = {"factor": 1.0, "dropout": 0.0, "gpu": {"steps": 12}, **sizes}
             yield _retry(f"EP2, {graph} graphs, some steps", graph, **some)
     yield _retry("TP2/EP2, layer graphs", "layer", ranks=2, tp=2, ep=2, cpu=False)
-
-
-def _overlap(name: str, *, scopes: tuple[str, ...] = (), graph: str = "", **changes: Any) -> Row:
-    way: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True}
-    way |= changes.pop("way", {})
-    graph = graph or ("layer" if scopes else "none")
-    ways = {"plain": {}, "combined": {"fields": way, "graph": graph, "scopes": scopes}}
-    how = {"microbatches": 3, "steps": 3 if scopes else 2, "ranks": 2, "ep": 2, **changes}
-    return _trained(OVERLAP, name, ways, **how)
-
-
-def _overlapped() -> Iterator[Row]:
-    """Yield trainings with Megatron's combined schedule, beside its plain one."""
-    delayed: dict[str, Any] = {"way": {"delay_wgrad_compute": True}}
-    sends = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-    shared = {"moe_shared_expert_intermediate_size": 8}
-    packed = {"experts": "packed", "exchange": "alltoall"}
-    direct = {"experts": "packed", "exchange": "direct"}
-    deep: dict[str, Any] = {"ranks": 4, "pp": 2, "vpp": 2, "num_layers": 4, "microbatches": 4}
-    for name, options in (("module", {"experts": "module"}), ("packed", packed)):
-        yield _overlap(name, options=options)
-        one = {"num_experts": 2, "gpu": {"num_experts": 2, "top_k": 2}}
-        yield _overlap(f"{name}, one local expert", options=options, **one)
-        yield _overlap(f"{name}, shared experts", options=options, fields=shared)
-        masked = {"masked": True, "factor": 0.5, "fields": EXPERT_BIAS}
-        yield _overlap(f"{name}, masks", options=options, **masked)
-        reduced = {"ddp": {"overlap_grad_reduce": True}, "options": options}
-        yield _overlap(f"{name}, delayed, overlapped reduction", **reduced, **delayed)
-        # With TEGroupedMLP, Megatron's DDP never sees these gradients; its FSDP does.
-        if VERSION >= (0, 18) and name == "packed":
-            beside = {"overlap_dispatch_backward_with_experts_wgrad": True}
-            beside["overlap_moe_expert_parallel_comm"] = False
-            yield _overlap(f"{name}, beside dispatch", options=options, way=beside)
-        for scopes in (("attn", "moe_router"), PARTIAL):
-            graphs = {"options": options, "scopes": scopes, "masked": scopes == PARTIAL}
-            graphs["cpu"] = (scopes == PARTIAL) == (name == "module")
-            yield _overlap(f"{name}, graphs of {'+'.join(scopes)}", **graphs)
-        yield _overlap(f"{name}, PP2/VPP2", options=options, fields=sends, cpu=False, **deep)
-    half = {"factor": 0.5, "options": packed}
-    yield _overlap("store", **half, microbatches=4)
-    cells = packed | {"capacity_pool": "cells"}
-    yield _overlap("cells", **{**half, "options": cells})
-    yield _overlap("retry", **{**half, "options": cells | {"on_overflow": "retry"}}, counts=False)
-    for name, more in (
-        ("direct, delayed, shared", {"fields": shared, "factor": 0.5, **delayed}),
-        ("direct, graphs", {"scopes": PARTIAL}),
-        ("direct, iteration", {"graph": "iteration"}),
-        ("direct, PP2/VPP2", {"fields": sends, **deep}),
-    ):
-        yield _overlap(name, options=direct, cpu=False, **more)
 
 
 _FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -22,13 +22,12 @@ pytestmark = pytest.mark.usefixtures("uninstalled")
 PACKAGE = Path(padded_dispatch.__file__).parent
 FIELD: Any = TransformerConfig.__dataclass_fields__["moe_token_dispatcher_type"]
 
-# `cuda_graph_impl`, `overlap_moe_expert_parallel_comm` and scopes of configs that need a guard.
-NONE = {"cuda_graph_impl": "none", "overlap_moe_expert_parallel_comm": False}
+# `cuda_graph_impl` and scopes of configs that need a guard.
+NONE = {"cuda_graph_impl": "none"}
 WAYS = (
-    NONE | layer_graphs("moe"),
-    NONE | layer_graphs() | {"cuda_graph_impl": "local"},
-    NONE | iteration_graph(),
-    NONE | {"overlap_moe_expert_parallel_comm": True},
+    layer_graphs("moe"),
+    layer_graphs() | {"cuda_graph_impl": "local"},
+    iteration_graph(),
 )
 
 
@@ -99,6 +98,4 @@ def test_padded_spec_wraps_nothing_where_no_graph_replays(way):
     }[way["cuda_graph_impl"]]
     if way == WAYS[2]:
         graphs = graphs | {"StaticBufferLoader.__call__", "FullCudaGraphWrapper.__call__"}
-    if way["overlap_moe_expert_parallel_comm"]:
-        graphs = graphs | {"TransformerLayerSchedulePlan._build_callable_nodes"}
     assert wrapped() == graphs

@@ -17,7 +17,6 @@ from padded_dispatch.megatron.config import (
     REPLACED,
     check_config,
     check_experts,
-    check_pipeline,
     dispatch_config,
     take_over,
 )
@@ -172,38 +171,6 @@ def test_alignment_follows_the_recipe(settings, rows):
     config = megatron_config(**settings)
     translated = dispatch_config(config, num_ranks=1, etp_size=1)
     assert translated.alignment == rows
-
-
-OVERLAPS: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
-
-
-@pytest.mark.parametrize(
-    "name", ["overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad"]
-)
-def test_overlaps_are_refused_with_graphs_of_experts(name):
-    for graphs in (layer_graphs(), layer_graphs("attn", "moe"), layer_graphs() | LOCAL):
-        config = megatron_config(**graphs)
-        check_config(config)
-        setattr(config, name, True)  # A version may lack it.
-        impl = graphs["cuda_graph_impl"]
-        words = f"  cuda_graph_impl='{impl}' of layers with .*, with {name}: .*Remedy: "
-        with pytest.raises(ValueError, match=words):
-            check_config(config)
-    for scopes in NO_EXPERTS:
-        config = megatron_config(**layer_graphs(*scopes))
-        setattr(config, name, True)
-        check_config(config)
-
-
-def test_virtual_stages_need_overlapped_sends_for_the_combined_schedule():
-    config = megatron_config(virtual_pipeline_model_parallel_size=2, **OVERLAPS)
-    with pytest.raises(ValueError, match=r"^overlap_p2p_comm must be True with .*, got False; set"):
-        check_pipeline(config)
-    for change in ("overlap_p2p_comm", True), ("virtual_pipeline_model_parallel_size", None):
-        passing = megatron_config(**OVERLAPS, **dict([change]))
-        check_pipeline(passing)
-    config.overlap_moe_expert_parallel_comm = False
-    check_pipeline(config)
 
 
 def test_experts_that_take_padded_rows_are_accepted():

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch.config import NO_DROP
@@ -23,8 +22,6 @@ from tests.support.pool import WorkerError
 from tests.support.whole_layers import SAVES, selective
 
 pytestmark = pytest.mark.usefixtures("one_process")
-
-OVERLAPS = {"overlap_moe_expert_parallel_comm": True}
 
 
 def _no_token_on_rank_0() -> str:
@@ -55,15 +52,10 @@ def test_a_layer_finds_its_factor_and_shared_experts():
         assert made.token_dispatcher.shared_experts is made.shared_experts is not None
 
 
-def test_a_layer_asks_whether_its_pipeline_would_mix_passes_up():
-    with pytest.raises(ValueError, match=r"^overlap_p2p_comm must be True"):
-        tiny.padded_layer(later={"virtual_pipeline_model_parallel_size": 2, **OVERLAPS})
-
-
-def test_the_first_training_pass_asks_whether_gradients_arrive(monkeypatch):
+def test_the_first_training_pass_asks_whether_weights_stay(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "padded_dispatch.megatron.dispatcher.require_gradients_arrive",
+        "padded_dispatch.megatron.dispatcher.require_weights_stay",
         lambda *given: asked.append(given),
     )
     made = tiny.padded_layer(eval_factor=NO_DROP)  # As in training: both have one config.
@@ -274,38 +266,3 @@ def test_selective_recompute_counts_a_pass_once_and_has_its_gradients(experts, s
         counted = counters.totals, moe.router.local_tokens_per_expert
         found.append([out, hidden.grad, *counted, *(one.grad for one in moe.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("experts", ["module", "packed"])
-def test_the_combined_schedule_frees_no_memory_that_results_have(experts):
-    """On one rank, where the exchange hands on what it can."""
-    moe = tiny.padded_layer(experts=experts, later=OVERLAPS)
-    hidden = torch.randn(9, 2, tiny.HIDDEN)
-    dispatcher = moe.token_dispatcher
-    given = dispatcher.dispatch_preprocess(hidden, *reversed(moe.route(hidden)))
-    sent = dispatcher.token_dispatch(*given)
-    arguments = dispatcher.dispatch_postprocess(*sent)
-    out = dispatcher.combine_preprocess(moe.experts(*arguments)[0])
-    combined = dispatcher.combine_postprocess(dispatcher.token_combine(out))
-    nodes = {"moe_dispatch": (given, sent), "mlp": (sent, (out,))}
-    nodes["moe_combine"] = (out,), (combined,)
-    storages = {
-        name: [{tensor.untyped_storage().data_ptr() for tensor in side} for side in sides]
-        for name, sides in nodes.items()
-    }
-    shares = {name for name, (before, after) in storages.items() if before & after}
-    assert shares <= set(dispatcher.kept_inputs)
-    assert ("moe_combine" in shares) == (experts == "packed")
-
-
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_the_allocator_keeps_the_plan_for_the_second_stream(monkeypatch, overlaps):
-    recorded: list[int] = []
-    monkeypatch.setattr(Tensor, "record_stream", lambda one, _: recorded.append(one.data_ptr()))
-    later = OVERLAPS if overlaps else {}
-    moe, hidden = tiny.padded_layer(later=later), torch.randn(9, 2, tiny.HIDDEN)
-    dispatcher = moe.token_dispatcher
-    given = dispatcher.dispatch_preprocess(hidden, *reversed(moe.route(hidden)))
-    plan = [getattr(dispatcher, name).data_ptr() for name in dispatcher.cudagraph_attrs[:4]]
-    dispatcher.token_dispatch(*given)
-    assert recorded == (plan if overlaps else [])

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.experts import store
 from padded_dispatch.megatron import dispatcher
-from padded_dispatch.megatron.stacked_linear import StackedLinear
 from padded_dispatch.utils.logs import log_once
 from tests.support import tiny
 from tests.support.machines import ranks_on
@@ -222,28 +221,6 @@ def test_weights_are_read_when_ddp_has_gathered_them():
 
         ddp.param_to_bucket_group[parameter].finish_param_sync = arrive
     assert torch.equal(ddp(tokens(15))[0], other(tokens(15))[0])
-
-
-@pytest.mark.parametrize(
-    "name", ["delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"]
-)
-def test_gradients_come_with_backward_where_megatron_delays_them(name):
-    """DDP with `overlap_grad_reduce` would miss later ones; nor do we say that they come later."""
-    weight = torch.zeros(2, 3)
-    vars(weight)["skip_backward_post_hook"] = True  # As Transformer Engine's, which come later.
-    assert not hasattr(StackedLinear([weight], []).weight, "skip_backward_post_hook")
-    found = []
-    for later in ({}, {name: True}):
-        made = layer("store", 1.0, later=later)
-        delays = bool(later) and name == "delay_wgrad_compute"
-        config = DistributedDataParallelConfig(overlap_grad_reduce=True, delay_wgrad_compute=delays)
-        ddp = DistributedDataParallel(made.config, config, made)
-        ddp(tokens(15).requires_grad_())[0].square().sum().backward()
-        made.experts.backward_dw()
-        ddp.finish_grad_sync()
-        found.append([parameter.main_grad for parameter in made.parameters()])
-    for at_once, delayed in zip(*found, strict=True):
-        assert at_once.any() and torch.equal(at_once, delayed)
 
 
 def test_the_first_gradient_of_a_step_is_stored():

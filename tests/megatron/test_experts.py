@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from torch import Tensor, nn
+from torch import Tensor
 
 from padded_dispatch.megatron import PaddedOptions, stacked_linear
 from padded_dispatch.megatron import experts as megatron_experts
@@ -23,7 +23,6 @@ from padded_dispatch.megatron.experts import (
     _FIELDS,
     StackedExperts,
     chosen_experts,
-    require_gradients_arrive,
 )
 from tests.megatron.test_stacked_linear import biases_of
 from tests.support import parity, tiny
@@ -368,22 +367,3 @@ def test_parameters_keep_megatrons_attributes(pool2):
         assert packed_fc2 == fc2 | {"partition_dim": 2}
         assert biases[0]["allreduce"] is False and packed_biases[0] == biases[0]
         assert packed_biases[1] == biases[1] | {"tensor_model_parallel": True}  # D26
-
-
-@pytest.mark.parametrize("arrive", ["", "by the products", "in FSDP", "by hooks", "without DDP"])
-def test_weight_gradients_that_ddp_would_not_see_are_refused(arrive):
-    module = nn.Linear(2, 2)
-    vars(module)["wgrad_accumulation_and_reduce_hooks"] = ["a hook"] * (arrive == "by hooks")
-    for parameter in module.parameters() if arrive != "without DDP" else ():
-        setattr(parameter, "__fsdp_param__" if arrive == "in FSDP" else "main_grad", True)
-    name = "overlap_dispatch_backward_with_experts_wgrad"
-    config = SimpleNamespace(gradient_accumulation_fusion=arrive == "by the products")
-    require_gradients_arrive(module, config)
-    setattr(config, name, True)
-    if arrive:
-        require_gradients_arrive(module, config)
-        return
-    with pytest.raises(
-        ValueError, match=rf"^{name} must be False with Megatron's DDP and .*packed"
-    ):
-        require_gradients_arrive(module, config)

@@ -14,9 +14,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from padded_dispatch.megatron import schedule
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
-from padded_dispatch.megatron.schedule import adapted, check_packed
+from padded_dispatch.megatron.schedule import check_packed
 from tests.megatron.test_graphs import training_of, unreachable
-from tests.support import tiny
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.packed_sequences import packed
 from tests.support.training import Training, layers_of
@@ -111,28 +110,3 @@ def test_flattened_samples_are_routed_alike(megatron):
         rows.append(training.losses_of(0, batch=1, seq=6, **given))
     assert demand(training) == [2 * 4 * training.model.top_k] * 2
     torch.testing.assert_close(*rows)
-
-
-@pytest.mark.parametrize("predicts", [False, True])
-@pytest.mark.parametrize("scope", ["attn", "moe_router"])
-def test_packed_sequences_in_the_combined_schedule(megatron, monkeypatch, scope, predicts):
-    """The first piece of a layer routes its input here, with multi-token prediction unmasked."""
-    monkeypatch.setattr(schedule, "MTP_HAS_MASKS", False)
-    mask_BS = torch.tensor([[False, False, True], [False, True, True]])
-    layer = Layer(mlp=tiny.padded_layer(), **layer_graphs(scope))
-    node = SimpleNamespace(
-        chunk_state=SimpleNamespace(padding_mask=mask_BS, packed_seq_params=packed([2, 1])),
-        submodule=lambda node, hidden: layer.mlp.route(hidden),
-    )
-    nodes = {name: SimpleNamespace() for name in ("moe_dispatch", "mlp", "moe_combine")}
-    outer = SimpleNamespace(mtp_model_layer=layer) if predicts else layer
-    plan = SimpleNamespace(layer=outer, **nodes)
-    adapted(unreachable, lambda plan: vars(plan).update(attn=node))(plan)
-    hidden = torch.randn(3, 2, tiny.HIDDEN)
-    if scope == "moe_router":
-        is_routed = predicts | ~mask_BS.T.flatten()
-        assert torch.equal(node.submodule(node, hidden)[1].any(1), is_routed)
-        assert layer.mlp.token_dispatcher.drops.layers == [layer.mlp]
-    else:
-        with pytest.raises(ValueError, match="packed_seq_params must be None where a CUDA graph"):
-            node.submodule(node, hidden)

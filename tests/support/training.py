@@ -2,8 +2,8 @@
 
 `train(model)` returns all losses, gradients, parameters, buffers, logged sums and counts of each
 step. A row of `tests.gpu.table` has a model and its ways: eager twice and with CUDA graphs; never
-dropping and with repeated steps; Megatron's plain and its combined schedule. On a CPU, sizes are
-small, layers are Megatron's local ones, and `graph_protocol` stands in for CUDA graphs.
+dropping and with repeated steps. On a CPU, sizes are small, layers are Megatron's local ones, and
+`graph_protocol` stands in for CUDA graphs.
 """
 
 import dataclasses
@@ -30,10 +30,9 @@ from megatron.core.num_microbatches_calculator import (
     unset_num_microbatches_calculator,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel import utils as schedule_streams
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import cuda_graphs, transformer_config
+from megatron.core.transformer import cuda_graphs
 from torch import Tensor
 
 from padded_dispatch.megatron import LayerGraphs, StepHooks
@@ -273,7 +272,8 @@ def world(*models: Model) -> Iterator[None]:
         stack.enter_context(ranks_on(model.machines))
         stack.enter_context(megatron(model.device, **model.groups))
         patches = stack.enter_context(Patches())
-        _let_combined_schedule_run(patches, on_gpu=model.on_gpu)
+        # Without Apex, Megatron's own linears cannot add to `main_grad`; those of TE can.
+        patches.set(layers, "_grad_accum_fusion_available", True)
         if not model.on_gpu:
             stack.enter_context(packed_attention())
             if any(one.graph != "none" for one in models):
@@ -284,18 +284,6 @@ def world(*models: Model) -> Iterator[None]:
         init_num_microbatches_calculator(dist.get_rank(), None, batches, model.batch, model.dp)
         stack.callback(unset_num_microbatches_calculator)
         yield
-
-
-def _let_combined_schedule_run(patches: Patches, *, on_gpu: bool) -> None:
-    """Let Megatron's combined schedule run in each version, and on a CPU."""
-    # Megatron keeps the streams of its first combined schedule.
-    schedule_streams._COMP_STREAM = schedule_streams._COMM_STREAM = None
-    if not hasattr(layers.RowParallelLinear, "backward_dw"):  # 0.16 calls it without having it.
-        patches.set(layers.RowParallelLinear, "backward_dw", lambda linear: None)
-    if not on_gpu:  # Nor has a CPU a Transformer Engine.
-        patches.set(transformer_config, "is_te_min_version", lambda version: True)
-    # Without Apex, Megatron's own linears cannot add to `main_grad`; those of TE can.
-    patches.set(layers, "_grad_accum_fusion_available", True)
 
 
 class Training:
@@ -314,7 +302,6 @@ class Training:
             **{
                 "grad_reduce_in_fp32": True,
                 "use_distributed_optimizer": model.on_gpu,
-                "delay_wgrad_compute": self.config.delay_wgrad_compute,
                 **model.ddp,
             }
         )
@@ -533,10 +520,8 @@ def _generators() -> Tensor:
     return torch.frombuffer(bytearray(hashlib.blake2b(text).digest()), dtype=torch.uint8)
 
 
-def forward(
-    batches: Iterator[dict[str, Any]], model: Any, return_schedule_plan: bool = False
-) -> tuple[Any, Any]:
-    """Run a microbatch, or plan it: Megatron's `forward_step_func`."""
+def forward(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Any, Any]:
+    """Run a microbatch: Megatron's `forward_step_func`."""
     given = dict(next(batches))
     inputs: dict[str, Any] = model_inputs(given.pop("ids")) | given
     if parallel_state.get_context_parallel_world_size() > 1:
@@ -544,8 +529,7 @@ def forward(
         for name, own in (dims | {"attention_mask": (2, 3)}).items():
             for dim in own if inputs.get(name) is not None else ():
                 inputs[name] = own_part(inputs[name], dim)
-    run = model.build_schedule_plan if return_schedule_plan else model
-    return run(**inputs), mean_loss
+    return model(**inputs), mean_loss
 
 
 def _shared(model: Model, batches: Any, chunk: Any) -> tuple[Any, Any]:
