@@ -44,6 +44,9 @@ def test_buffers_of_direct_stores():
     assert hosts.landing == hosts.second_landing == 7 * 4 * T * TOKEN
     assert hosts.arriving == 2 * hosts.landing + 12 * 8 * 4 * T * K + 4 * 8 * 4
     assert hosts.coming == 4 * one.coming
+    # Each token has a slot, also with cells, which have room for 4 experts of 320.
+    cells = qwen3(num_ranks=32, capacity_pool="cells").buffers
+    assert cells is not None and cells.landing == 31 * T * TOKEN
     assert qwen3(direct=False).buffers is None
     assert qwen3(num_ranks=1).buffers is None
 

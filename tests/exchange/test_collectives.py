@@ -67,6 +67,24 @@ def test_bf16_adds_up_in_fp32():
             assert summed.dtype == torch.bfloat16
 
 
+def _other_tokens() -> list[Any]:
+    """Ranks have 1, 2 and 3 tokens in 4 slots, each for the first expert of each rank."""
+    num_tokens = dist.get_rank() + 1
+    tokens_TD = torch.randint(-9, 9, (num_tokens, 3)).double()
+    plan = make_plan(torch.tensor([[True, False] * 3] * num_tokens), top_k=3)
+    wire = Collectives(2, dist.group.WORLD).start(plan, tokens_TD, 4)
+    arrived = wire.open(tokens_TD, torch.ones(num_tokens, 3))
+    assert torch.equal(wire.bring(arrived.values.rows_SPD), 3 * tokens_TD)
+    assert arrived.count_SL.tolist() == [[1, 0], [2, 0], [3, 0]]
+    is_here_SPK = (arrived.expert_SPK >= 0) & (arrived.expert_SPK < 2)
+    return is_here_SPK.sum(2).tolist()
+
+
+def test_slots_of_other_ranks_with_fewer_tokens_have_no_expert():
+    slots = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
+    assert run_on_threads(3, _other_tokens) == [slots] * 3
+
+
 @pytest.mark.parametrize("pool", ["store", "cells"])
 def test_all_ranks_start_the_same_collectives_whatever_the_routing(monkeypatch, pool):
     """Forward and backward, with slots for all tokens and for fewer, in groups of other ranks."""

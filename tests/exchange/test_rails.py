@@ -145,7 +145,7 @@ def _other_tokens() -> bool:
     wire = rails(config_of(4, top_k=2)).start(plan, tokens_TD, 6)
     arrived = wire.open(tokens_TD, torch.ones(num_tokens, 2))
     number_SP = ((arrived.expert_SPK >= 0) & (arrived.expert_SPK < 2)).sum(2)
-    assert number_SP.shape == (2, 12)
+    assert number_SP.shape == (2, 12) and number_SP.sum() == arrived.count_SL.sum()
     values = arrived.values.rows_SPD
     rows = torch.where(number_SP[..., None] > 0, number_SP[..., None] * values, 0)
     return torch.equal(wire.bring(rows), 2 * tokens_TD)

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from padded_dispatch import DispatchConfig
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.experts import padded
 from padded_dispatch.routing import make_plan
 from tests.support.device import INTERPRETED
+from tests.support.threads import grid, run_on_threads
 from tests.support.whole_layers import check, make_case
 
 
@@ -23,7 +25,30 @@ def test_cells_of_kernels_are_the_oracle(monkeypatch, num_ranks, etp_size):
     check(make_case(config, ["thin", "hot"], num_tokens=5, hidden=17), "padded")
 
 
-@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=INTERPRETED)])
+KERNELS = pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=INTERPRETED)])
+
+
+def _sum_of_shards() -> Tensor:
+    """Two shards of two experts: 2048 and 1, 1 and 0, whose sum in fp16 is 2050, or 2048."""
+    _, etp_group, shard = grid(1, 2)
+    plan = make_plan(torch.ones(1, 2, dtype=torch.bool), top_k=2)
+    tokens_TD = torch.ones(1, 4, dtype=torch.float16)
+    wire = Collectives(2, None, etp_group).start(plan, tokens_TD, 1)
+    config = DispatchConfig(num_experts=2, top_k=2, etp_size=2)
+    _, state = padded.dispatch(tokens_TD, torch.ones(1, 2), wire, config)
+    # The rows of both sources for one expert, then those for the other.
+    numbers = torch.tensor([[2048, 2048, 1, 1], [1, 1, 0, 0]][shard], dtype=torch.float16)
+    return padded.combine(numbers[:, None].expand(4, 4), state)
+
+
+@KERNELS
+def test_parts_of_split_experts_are_rounded_once(monkeypatch, kernels):
+    monkeypatch.setattr(padded, "_has_kernels", lambda values: kernels)
+    for summed in run_on_threads(2, _sum_of_shards):
+        assert summed.dtype == torch.float16 and summed.tolist() == [[2050.0] * 4]
+
+
+@KERNELS
 def test_a_row_beyond_the_capacity_counts_as_zero(monkeypatch, kernels):
     """Also where another cell follows. Gradients of sums are not contiguous."""
     monkeypatch.setattr(padded, "_has_kernels", lambda values: kernels)
