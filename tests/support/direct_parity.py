@@ -1,9 +1,10 @@
 """The wire of direct writes, from tokens to tokens and back, as functions that ranks run.
 
-Experts multiply rows by small whole numbers and add a bias, and tokens, gradients and probabilities
-are whole numbers, too. So all sums are exact, whichever way rows take, and what comes home is known
-without a second exchange. Kernels are real; layouts are made by torch, with the rows of a pass from
-row `BASE` of a store on, and NaN wherever nothing was written.
+Experts multiply rows by small whole numbers and add a bias; bias and probabilities are whole, too.
+So each row is known to the last bit, and what comes home follows without a second exchange: a
+host's rows are added in the order of experts and rounded, then the hosts' sums in their order.
+Kernels are real; layouts are made by torch, with the rows of a pass from row `BASE` of a store on,
+and NaN wherever nothing was written.
 
 Letters: T tokens, D hidden size, K experts per token, L experts of a rank, M rows of a store.
 """
@@ -25,6 +26,7 @@ from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.exchange.rails import Rails
 from padded_dispatch.kernels import Segments, gemm, layout, rows
 from padded_dispatch.routing import Plan, make_plan
+from tests.support import reference
 from tests.support.machines import rails_of, ranks_on
 from tests.support.routings import maps_of, thin_out
 
@@ -88,13 +90,15 @@ def make_inputs(layer: Layer, routing: str, seed: int, device: torch.device) -> 
     plan = make_plan(torch.from_numpy(map_TE), top_k=layer.top_k)
     generator = torch.Generator().manual_seed(seed * size + rank)
 
-    def whole(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator).to(device, torch.float32)
+    def normal() -> Tensor:
+        shape = layer.tokens, layer.width
+        return torch.randn(shape, generator=generator).to(device, layer.dtype)
 
+    probs = torch.randint(1, 4, (layer.tokens, layer.top_k), generator=generator)
     return Inputs(
-        tokens_TD=whole(-3, 4, layer.tokens, layer.width).to(layer.dtype),
-        grad_TD=whole(-3, 4, layer.tokens, layer.width).to(layer.dtype),
-        prob_TK=whole(1, 4, layer.tokens, layer.top_k),
+        tokens_TD=normal(),
+        grad_TD=normal(),
+        prob_TK=probs.to(device, torch.float32),
         plan=Plan(**{name: tensor.to(device) for name, tensor in vars(plan).items()}),
     )
 
@@ -181,18 +185,34 @@ def step(exchange: DirectStores | Rails, layer: Layer, inputs: Inputs) -> Result
 
 
 def expected(layer: Layer, inputs: Inputs) -> Results:
-    expert_TK = inputs.plan.expert_TK
+    expert_TK, dtype = inputs.plan.expert_TK, layer.dtype
     kept_TK = (expert_TK >= 0) & (inputs.plan.place_TK < layer.level)
-    scale_TK = _scale(expert_TK) * kept_TK
+    scale_TK1 = (_scale(expert_TK) * kept_TK)[..., None]
     beside_TK = torch.where(kept_TK, inputs.prob_TK, 0)
-    bias_TD = (_bias(expert_TK, layer.width) * beside_TK[..., None]).sum(1)
-    scale_T1 = scale_TK.sum(1, keepdim=True)
-    again = {"again": torch.ones((), dtype=torch.bool, device=scale_T1.device)}
+    out_TKD, grad_TKD = (
+        (scale_TK1 * of_TD[:, None]).to(dtype).float()
+        for of_TD in (inputs.tokens_TD, inputs.grad_TD)
+    )
+    out_TKD = (out_TKD + _bias(expert_TK, layer.width) * beside_TK[..., None]).to(dtype).float()
+    again = {"again": torch.ones((), dtype=torch.bool, device=expert_TK.device)}
     return (again if layer.sends_again else {}) | {
-        "out": (scale_T1 * inputs.tokens_TD + bias_TD).to(layer.dtype),
-        "grad": (scale_T1 * inputs.grad_TD).to(layer.dtype),
+        "out": _summed(layer, out_TKD, expert_TK),
+        "grad": _summed(layer, grad_TKD, expert_TK),
         "beside": beside_TK,
     }
+
+
+def _summed(layer: Layer, rows_TKD: Tensor, expert_TK: Tensor) -> Tensor:
+    """Add the rows of each token as `reference.sum_at_home` does; rows of no choice are zero."""
+    rank_TK = torch.where(expert_TK < 0, -1, expert_TK // layer.local_experts)
+    ranks_HG = reference.hosts(layer.machines or "a" * dist.get_world_size())
+    total_TD = torch.zeros_like(rows_TKD[:, 0])
+    for ranks_G in torch.from_numpy(ranks_HG).to(rank_TK):
+        of_host_TD = torch.zeros_like(total_TD)
+        for rank_T, row_TD in zip(rank_TK.T, rows_TKD.unbind(1), strict=True):
+            of_host_TD += torch.where(torch.isin(rank_T, ranks_G)[:, None], row_TD, 0)
+        total_TD += of_host_TD.to(layer.dtype)
+    return total_TD.to(layer.dtype)
 
 
 def differences(one: Results, other: Results) -> list[str]:
