@@ -13,12 +13,14 @@ each rank has its tokens and a part of the experts; rank 0 measures. From:
 torch       torchtitan b5bcd76c6, models/common/{moe,token_dispatcher}.py; scatter_add is torch's
 sonic       sonic-moe 0.1.2, functional/__init__.py, `moe_TC_softmax_topk_layer` after its router
 liger       liger-kernel 0.8.5, ops/fused_moe.py
+ligercute   liger-cute-kernels 0.8.5, called as in liger-kernel 0.8.5, ops/cute/ops/moe.py
 scattermoe  shawntan/scattermoe 47b5e15, mlp.py, GLUMLP
 megablocks  databricks/megablocks 78eea65, layers/dmoe.py, on tgale96/grouped_gemm ebeae0b
 
 With `--ep` torch is torchtitan's AllToAllTokenDispatcher, which reads counts on the host, and
 minimal its MinimalAsyncEP. All rows that it has room for are copied, since backward's exchange
-overwrites them (torchtitan runs the layer again instead); its buffers are not in `peak_gib`.
+overwrites them (torchtitan runs the layer again instead). Its buffers are not in `peak_gib`, nor
+are those of ligercute, which needs NVSHMEM 3.6.5, CUDA 12's runtime and `NVSHMEM_DISABLE_NVLS=1`.
 """
 
 import argparse
@@ -194,6 +196,23 @@ class Liger(Contender):
         return self.lib.LigerFusedMoEFunction.apply(*inputs)
 
 
+class LigerCute(Torch):
+    package, module = "liger-cute-kernels", "liger_kernel.ops.cute.ops.moe"
+
+    def __init__(self, given: Inputs, num_ranks: int) -> None:
+        super().__init__(given, num_ranks)
+        if num_ranks == 1:  # NVSHMEM starts from a process group.
+            dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        native = importlib.import_module("liger_cute_kernels")
+        sizes = *given.tokens_TD.shape, self.num_experts, self.top_k
+        native.configure(moe=native.MoEConfig(*sizes, num_hosts=1, gpus_per_host=num_ranks))
+
+    def forward(self, tokens_TD: Tensor, prob_TK: Tensor, expert_TK: Tensor) -> Tensor:
+        inputs = (tokens_TD, expert_TK.int(), prob_TK.to(tokens_TD.dtype), *self.weights)
+        apply = self.lib.LigerExpertParallelFusedMoEFunction.apply
+        return apply(*inputs, self.num_experts, self.top_k, None)  # None: all ranks
+
+
 class ScatterMoE(Contender):
     package, module = "scattermoe", "scattermoe.mlp"
 
@@ -229,9 +248,10 @@ class MegaBlocks(Contender):
         return self.mlp.forward_once(tokens_TD, prob_TK.to(tokens_TD.dtype), expert_TK)[0]
 
 
-KINDS = (Torch, Ours, Sonic, Liger, ScatterMoE, MegaBlocks)  # errors are compared with the first's
+# Errors are compared with the first's.
+KINDS = (Torch, Ours, Sonic, LigerCute, Liger, ScatterMoE, MegaBlocks)
 CONTENDERS = {kind.__name__.lower(): kind for kind in KINDS}
-ON_RANKS = {"torch": AllToAll, "ours": Ours, "minimal": Minimal}
+ON_RANKS = {"torch": AllToAll, "ours": Ours, "minimal": Minimal, "ligercute": LigerCute}
 
 
 def reference(given: Inputs) -> list[Tensor]:
@@ -313,7 +333,9 @@ def measured(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
     if not tokens.is_cuda:
         return
     try:
-        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        graph = torch.cuda.CUDAGraph()
+        # Threads of NCCL and NVSHMEM may call CUDA meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = run()
         row["graph"] = timed(graph.replay) | {"peak_gib": None}  # of replays alone it says nothing
         row["graph"]["errors"] = errors(results)
@@ -362,6 +384,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--commit", help="of the code")
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
     parser.add_argument("--only", nargs="+", choices=sorted({*CONTENDERS, *ON_RANKS}))
+    parser.add_argument("--models", nargs="+", default=["qwen3-30b-a3b", "gpt-oss-20b"])
     parser.add_argument("--seconds", type=float, default=480, help="start no case later")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes in this process")
     parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
@@ -372,19 +395,19 @@ def main(argv: list[str] | None = None) -> None:
                 print(json.dumps(row), flush=True)
             elif "reason" in row:
                 sys.exit(row["reason"])  # The launcher ends rank 0, too.
-        return
+        os._exit(0)  # Without the libraries' own ends, in which a process may crash.
     if given.out is None:
         parser.error("--out must be a results file, got none")
     try:
         require_results("--out", given.out)
     except ValueError as error:
         parser.error(str(error))
-    tokens, models = (4096, 16384), ("qwen3-30b-a3b", "gpt-oss-20b")
+    tokens, models = (4096, 8192, 16384), given.models
     if given.cpu:
         tokens, models = (64,), ("tiny",)
     only = given.only or (CONTENDERS if given.ep == 1 else ON_RANKS)
-    order = itertools.product(tokens, ("uniform", "recorded"), models, only)
-    names = ("tokens", "routing", "model", "contender")
+    order = itertools.product(models, tokens, ("uniform", "recorded"), only)
+    names = ("model", "tokens", "routing", "contender")
     cases = [{"ep": given.ep} | dict(zip(names, values, strict=True)) for values in order]
     command = " ".join(["notebooks/rivals.py", *(sys.argv[1:] if argv is None else argv)])
     run_about = about(num_gpus=0 if given.cpu else given.ep, command=command, commit=given.commit)
