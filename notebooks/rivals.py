@@ -1,6 +1,6 @@
 """One MoE layer, forward and backward, with kernels of other projects and with ours, in one run.
 
-    python notebooks/rivals.py --out notebooks/results/rivals.json --commit SHA [--ep 2]
+    python notebooks/rivals.py --out notebooks/results/rivals.json --commit SHA [--ep 2] [--kernels]
 
 All contenders get the same tokens, chosen experts, probabilities, weights and output gradient. A
 pass starts there, without a router, and ends with the gradients of tokens, probabilities and
@@ -8,7 +8,8 @@ weights. Errors are relative norms against fp64 at the measured size, and must b
 those of `torch` in the same case: `wrong` lists the others. What cannot be imported, run or
 captured has a `reason`. `recorded` draws experts with the frequencies of a recorded run, added up
 in groups where a model has fewer; `busiest` is the largest load relative to the mean. With `--ep`
-each rank has its tokens and a part of the experts; rank 0 measures. From:
+each rank has its tokens and a part of the experts; rank 0 measures. With `--kernels` a row names
+the kernels of a graph. From:
 
 torch       torchtitan b5bcd76c6, models/common/{moe,token_dispatcher}.py; scatter_add is torch's
 sonic       sonic-moe 0.1.2, functional/__init__.py, `moe_TC_softmax_topk_layer` after its router
@@ -45,6 +46,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.profiler import ProfilerActivity, profile
 
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
 from padded_dispatch.bench.cases import MODELS
@@ -53,7 +55,7 @@ from padded_dispatch.exchange.symmetric_memory import allocated_gib
 from padded_dispatch.utils.results import about, append_run, require_results
 
 RECORDED, STEP, LAYER = Path(__file__).parent / "results" / "routing_counts.npz", 10, 6
-SAMPLES, PASSES, SUSTAINED_MS = 5, 20, 1000
+SAMPLES, PASSES, SUSTAINED_MS, PROFILED = 5, 20, 1000, 5
 LIMIT_S = 400  # of one row: QuACK and Triton tune when a shape is new
 
 Row, Inputs = dict[str, Any], SimpleNamespace
@@ -294,6 +296,21 @@ def timed(run: Callable[[], object]) -> Row:
     return {n: round(x, 4) for n, x in row.items()} | {"samples_ms": [round(x, 4) for x in samples]}
 
 
+def kernels(run: Callable[[], object]) -> list[Row]:
+    """Return count and microseconds by kernel name in a pass, longest first."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED):
+            run()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profiler.events() or []:
+        if event.device_type.name == "CUDA" and not event.is_user_annotation:
+            found.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    sums = {name: (len(us) / PROFILED, round(sum(us) / PROFILED, 2)) for name, us in found.items()}
+    longest = sorted(sums.items(), key=lambda item: -item[1][1])
+    return [{"name": name, "count": count, "us": us} for name, (count, us) in longest]
+
+
 def measured(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
     """Yield more and more of a row; `wait` comes between what can go beside others and the work."""
     rank, num_ranks = int(os.environ.get("RANK", 0)), case["ep"]
@@ -342,6 +359,9 @@ def measured(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
     except Exception as error:
         row["graph"] = {"reason": repr(error)[:300]}
     yield row
+    if "kernels" in case and "ms" in row["graph"]:
+        row["kernels"] = kernels(graph.replay)
+        yield row
 
 
 def rows_of(case: Row, wait: Callable[[], object]) -> Iterator[Row]:
@@ -385,6 +405,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
     parser.add_argument("--only", nargs="+", choices=sorted({*CONTENDERS, *ON_RANKS}))
     parser.add_argument("--models", nargs="+", default=["qwen3-30b-a3b", "gpt-oss-20b"])
+    parser.add_argument("--kernels", action="store_true", help="profile each graph")
     parser.add_argument("--seconds", type=float, default=480, help="start no case later")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes in this process")
     parser.add_argument("--row", type=json.loads, help=argparse.SUPPRESS)
@@ -408,7 +429,8 @@ def main(argv: list[str] | None = None) -> None:
     only = given.only or (CONTENDERS if given.ep == 1 else ON_RANKS)
     order = itertools.product(models, tokens, ("uniform", "recorded"), only)
     names = ("model", "tokens", "routing", "contender")
-    cases = [{"ep": given.ep} | dict(zip(names, values, strict=True)) for values in order]
+    first: Row = {"ep": given.ep} | ({"kernels": []} if given.kernels else {})
+    cases = [first | dict(zip(names, values, strict=True)) for values in order]
     command = " ".join(["notebooks/rivals.py", *(sys.argv[1:] if argv is None else argv)])
     run_about = about(num_gpus=0 if given.cpu else given.ep, command=command, commit=given.commit)
     rows = in_processes(cases, given.seconds)

@@ -1,9 +1,12 @@
 """`notebooks/rivals.py` compares with fp64, and its rows say what is wrong or missing."""
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from notebooks import rivals
 
@@ -38,3 +41,22 @@ def test_each_row_has_processes_and_none_starts_late(contender: str, ep: int):
     case = {"contender": contender, "model": "tiny", "tokens": 64, "routing": "uniform", "ep": ep}
     (row,) = rivals.in_processes([case, case], seconds=0)
     assert case.items() <= row.items() and max(row["eager"]["errors"].values()) < 1e-6
+
+
+def test_kernels_are_of_one_pass_and_longest_first(monkeypatch):
+    def event(name: str, us: float, device: str = "CUDA", annotation: bool = False) -> Any:
+        kind, took = SimpleNamespace(name=device), SimpleNamespace(elapsed_us=lambda: us)
+        where: dict[str, Any] = {"device_type": kind, "time_range": took}
+        return SimpleNamespace(name=name, is_user_annotation=annotation, **where)
+
+    one = [event("small", 1), event("small", 2), event("product", 40), event("launch", 9, "CPU")]
+    events = one * rivals.PROFILED + [event("range", 99, annotation=True)]
+    profiler = SimpleNamespace(events=lambda: events)
+    monkeypatch.setattr(rivals, "profile", lambda activities: nullcontext(profiler))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    passes: list[int] = []
+    assert rivals.kernels(lambda: passes.append(1)) == [
+        {"name": "product", "count": 1, "us": 40},
+        {"name": "small", "count": 2, "us": 3},
+    ]
+    assert len(passes) == rivals.PROFILED
