@@ -14,11 +14,14 @@ from padded_dispatch.bench import report
 
 Rows = list[dict[str, Any]]
 
-NAMES = {"stock-drop-pad": "stock drop-and-pad", "ours": "ours"}
-COLOURS = {"stock-drop-pad": figures.ORANGE, "ours": figures.BLUE}
+FUSED = "stock dropless, fused experts"
+NAMES = {"stock-drop-pad": "stock drop-and-pad", "stock-dropless": FUSED, "ours": "ours"}
+COLOURS = dict(zip(NAMES, (figures.ORANGE, figures.GREEN, figures.BLUE), strict=True))
 # The steps of a real run before this one compile, capture, and warm up.
 FIRST_STEP = 21
 COLUMNS = [name + end for end in ("", ", NCCL", ", fp8") for name in ("ours", "stock drop-and-pad")]
+COLUMNS.append(FUSED)
+FACTOR = 1.25
 GRADIENTS = {"none": "in bf16", "fused": "added in fp32", "first": "stored in fp32"}
 SUMS = {"none": ("-", ""), "fused": ("--", ", gradients added to fp32 buffers")}
 
@@ -36,8 +39,13 @@ def runs_of(rows: Rows) -> list[Rows]:
 
 
 def layers(ep: int) -> Rows:
-    """Return the rows of layers, of commands that measured stock, too."""
-    runs = runs_of(load("layer_bench", ep=ep))
+    """Return the rows of layers in graphs, of commands that measured stock, too.
+
+    Those of a contender without a factor stand beside `FACTOR`.
+    """
+    rows = load("layer_bench", ep=ep, graph="layer")
+    rows = [row | {"capacity_factor": row["capacity_factor"] or FACTOR} for row in rows]
+    runs = runs_of(rows)
     return [row for run in runs if any(row["contender"] != "ours" for row in run) for row in run]
 
 
@@ -77,7 +85,8 @@ def draw_layers(rows: Rows, x: str, label: str) -> None:
                 wanted = {"contender": contender, "main_grad": sums}
                 line = {row[x]: row["ms"] for row in here if wanted.items() <= row.items()}
                 look = {"marker": "o", "markersize": 4, "color": COLOURS[contender]}
-                axes.plot(line.keys(), line.values(), style, label=name + words, **look)
+                if line:
+                    axes.plot(line.keys(), line.values(), style, label=name + words, **look)
         least = {row[x]: row["floor_ms"] for row in here if row["main_grad"] == "none"}
         axes.plot(least.keys(), least.values(), color=figures.GREY, linewidth=3, label="roofline")
         axes.set(title=model, xlabel=label)

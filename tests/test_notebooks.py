@@ -100,6 +100,29 @@ def test_the_newest_row_of_a_contender_is_in_the_table_of_layers(monkeypatch):
     assert line == "| x | 4,096 | 1.25 | added in fp32 | 3.00 | 9.00 | 6.00 | 2.0, 2.0, 2.0 |"
 
 
+def test_a_contender_that_drops_nothing_stands_beside_the_usual_factor(monkeypatch):
+    pytest.importorskip("IPython", reason="tables show themselves with it")
+    monkeypatch.syspath_prepend(FOLDER)
+    performance = importlib.import_module("performance")
+    fused = {"model": "x", "tokens": 4096, "capacity_factor": None, "main_grad": "none"}
+    fused |= {"skew": "uniform", "allocated_gib": 2.0, "flags": {}, "variant": "fuser", "ms": 3.5}
+    fused |= {"contender": "stock-dropless", "graph": "layer", "ep": 1, "floor_ms": 1.0}
+    padded = fused | {"contender": "stock-drop-pad", "variant": None, "capacity_factor": 1.25}
+    eager = fused | {"graph": "none", "ms": 9.0}
+    run = {"about": {"commit": "a"}, "rows": [padded | {"ms": 5.0}, fused, eager]}
+    monkeypatch.setattr(performance.readme_figures, "runs_in", lambda name: [run])
+    rows = performance.layers(ep=1)
+    assert [row["capacity_factor"] for row in rows] == [1.25, 1.25]
+    head, _, line = performance.layer_table(rows).data.splitlines()
+    assert "| stock drop-and-pad | stock dropless, fused experts | GiB |" in head
+    assert line == "| x | 4,096 | 1.25 | in bf16 | 5.00 | 3.50 | 2.0, 2.0 |"
+    shown = []
+    monkeypatch.setattr(performance.figures, "show", lambda figure, caption: shown.append(figure))
+    performance.draw_layers(rows, "tokens", "tokens")
+    drawn = {line.get_label() for line in shown[0].axes[0].lines}
+    assert drawn == {"stock drop-and-pad", "stock dropless, fused experts", "roofline"}
+
+
 @pytest.mark.parametrize("breaks", [False, True])
 def test_stand_ins_leave_an_installed_transformer_engine_alone(breaks, tmp_path, monkeypatch):
     parts = tmp_path / "transformer_engine" / "pytorch"
