@@ -215,6 +215,19 @@ def test_a_capture_accepts_only_shapes_of_an_eager_call(pool2):
         )
 
 
+def _capture_behind_a_difference() -> None:
+    agreement, num_tokens = Agreement(dist.group.WORLD), 5 + dist.get_rank()
+    with pytest.raises(ValueError, match="ranks disagree"):
+        agreement.check(T=num_tokens)
+    with pretend_capture():
+        agreement.check(T=num_tokens)
+
+
+def test_a_capture_refuses_shapes_that_differed(pool2):
+    for message in errors_of(pool2, _capture_behind_a_difference):
+        assert message.startswith("shapes inside a CUDA graph capture must be those of an earlier")
+
+
 def test_all_that_decides_a_result_is_compared():
     agreement = Mock(Agreement)
     agree_on_shapes(agreement, CONFIG, torch.zeros(8, 3), (("rule", 7),), layout="padded")

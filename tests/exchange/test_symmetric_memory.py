@@ -50,14 +50,14 @@ def test_peaks_count_symmetric_memory_for_all_that_use_it(monkeypatch, rendezvou
     monkeypatch.setattr(symmetric_memory, "_require_room", Mock())
     group, found = group_of_two(), []
     sizes: Any = {"top_k": 2, "num_local_experts": 1, "width": 2**20, "dtype": torch.bfloat16}
-    for num_slots in (64, 64, 128, 64, None):  # The last one has no direct writes.
+    for in_turn in ((64,), (64,), (128,), (64,), (128, 99), ()):  # The last has no direct writes.
         symmetric_memory.reset_peaks()
-        if num_slots:
+        for num_slots in in_turn:
             shape = symmetric_memory.Shape(num_slots=num_slots, **sizes)
             symmetric_memory.buffers_for(group, shape, CPU)
         found.append(symmetric_memory.allocated_gib())
     # Tokens of one other rank, and K rows that come home: three times 2 MiB for each slot.
-    assert found == pytest.approx([1.375, 1.375, 1.75, 1.375, 1.0], rel=1e-4)
+    assert found == pytest.approx([1.375, 1.375, 1.75, 1.375, 1.75, 1.0], rel=1e-4)
 
 
 def test_a_barrier_waits_as_long_as_a_collective_of_the_group(rendezvous):

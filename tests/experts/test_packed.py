@@ -207,6 +207,11 @@ CASES = [
         Case(ranks=4, routings=("hot", "thin"), machines="aabb", exchange=kind, again=True, **SMALL)
         for kind in ("alltoall", "direct")
     ),
+    # All rows go to one host, or come from one: the other has none.
+    *(
+        Case(ranks=4, routings=("one rank", "idle half"), machines="aabb", exchange=kind, **SMALL)
+        for kind in ("alltoall", "direct")
+    ),
     Case(
         ranks=6, routings=("one rank",), exchange="direct", factor=0.3, machines="abcabc", **SMALL
     ),

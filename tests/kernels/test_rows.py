@@ -75,6 +75,8 @@ def listed_of(slots: list[int], rows_AK: Tensor, num_sources: int, num_slots: in
 def test_rows_of_a_list_beside_loops(monkeypatch, width: int, own: int | None):
     monkeypatch.setattr(rows, "_WARPS", 1)  # Programs take several entries each.
     monkeypatch.setattr(rows, "_CHUNK", 8)
+    monkeypatch.setattr(layout, "_TILE", 8)  # Four blocks of slots, of two tiles each.
+    monkeypatch.setattr(layout, "_MAX_BLOCKS", 4)
     num_sources, num_tokens, top_k, num_experts, base = 3, 5, 3, 4, 11
     generator = torch.Generator().manual_seed(width)
     tokens = torch.randn(num_sources, num_tokens, width, generator=generator).bfloat16()

@@ -39,13 +39,15 @@ def maps_of(
     """Return maps [S, T, E] of these T, E and K, with the skew `routing`, or one of these.
 
     thin: 0 to K experts per token. one rank: all rows go to rank 0, as many as can. idle rank: no
-    row goes to the last. idle source: the last source has none. full: as "uniform".
+    row goes to the last. idle source: the last source has none. idle half: nor have those of the
+    second half. full: as "uniform".
     """
     num_tokens, num_experts, top_k = sizes
     local, maps = num_experts // num_ranks, []
+    num_idle = {"idle source": 1, "idle half": num_sources // 2}.get(routing, 0)
     for source in range(num_sources):
         skew = routing if routing in (*SKEWS, "same", "none") else "uniform"
-        if routing == "idle source" and source == num_sources - 1:
+        if source >= num_sources - num_idle:
             skew = "none"
         map_TE = routing_map(num_tokens, num_experts, top_k, skew=skew, seed=seed + source)
         if routing == "one rank":
