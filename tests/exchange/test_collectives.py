@@ -85,6 +85,17 @@ def test_slots_of_other_ranks_with_fewer_tokens_have_no_expert():
     assert run_on_threads(3, _other_tokens) == [slots] * 3
 
 
+def _sends_again() -> list[bool]:
+    exchange, tokens_TD = Collectives(1, dist.group.WORLD), torch.ones(2, 3)
+    plan = make_plan(torch.eye(2, dtype=torch.bool), top_k=1)
+    wires = [exchange.start(plan, tokens_TD, slots, sends_again=True) for slots in (1, 2)]
+    return [wire.sends_again for wire in wires]
+
+
+def test_a_pass_with_fewer_slots_than_tokens_keeps_them():
+    assert run_on_threads(2, _sends_again) == [[False, True]] * 2
+
+
 @pytest.mark.parametrize("pool", ["store", "cells"])
 def test_all_ranks_start_the_same_collectives_whatever_the_routing(monkeypatch, pool):
     """Forward and backward, with slots for all tokens and for fewer, in groups of other ranks."""

@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
         ("aabbaa", [[0, 1], [4, 5], [2, 3]], "3 hosts of 2 ranks"),
         ("bbaaaa", [[0, 1], [2, 3], [4, 5]], "3 hosts of 2 ranks"),
         ("aaab", [[0], [1], [2], [3]], "4 hosts of 1 rank"),
+        ("aaaaaabbbb", [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]], "5 hosts of 2 ranks"),
     ],
 )
 def test_hosts_have_as_many_ranks_each(machines, ranks_HG, words):
@@ -56,18 +57,20 @@ IN_DOMAIN = [("1", "")] * 4
         ([("", "no fabric")] * 4, "2 hosts of 2 ranks", [[0, 1], [2, 3]]),
         (
             [*IN_DOMAIN[:2], ("1", "no channel"), ("1", "no state")],
-            "2 hosts of 2 ranks (no NVLink domain, since rank 2 has no channel)",
+            "2 hosts of 2 ranks (no NVLink domain, since rank 6 has no channel)",
             [[0, 1], [2, 3]],
         ),
         (
             [*IN_DOMAIN[:3], ("", "no fabric")],
-            "2 hosts of 2 ranks (no NVLink domain, since rank 3 has no fabric)",
+            "2 hosts of 2 ranks (no NVLink domain, since rank 7 has no fabric)",
             [[0, 1], [2, 3]],
         ),
     ],
 )
 def test_all_ranks_take_the_worst_answer(monkeypatch, answers, words, ranks_HG):
+    """And name ranks by their numbers in the job."""
     monkeypatch.setattr(hosts.nvlink, "domain", lambda: answers[dist.get_rank()])
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6, 7])
     for rank, found in enumerate(_found_on_threads("aabb", "cuda")):
         assert (str(found), found.ranks_HG) == (words, ranks_HG)
         assert rank in ranks_HG[found.own[0]]
@@ -199,15 +202,17 @@ def test_a_host_that_ends_is_named_by_all_others(monkeypatch):
 
 
 def _members_alone() -> bool:
-    """Ranks 1 to 3 make groups that rank 0 has no part in; rank 3 is in one group more."""
-    world: Any = dist.group.WORLD
+    """Ranks 1 to 3, a group's 0 to 2, make groups without rank 0; rank 3 is in one group more."""
+    three: Any = dist.new_group([1, 2, 3])
     if dist.get_rank() == 0:
         return True
-    one = join(world, [3, 1, 2], CPU)
+    one = join(three, [2, 0, 1], CPU)
     if dist.get_rank() == 3:
-        join(world, [3], CPU)
-    two = join(world, [1, 3, 2], CPU)
-    return all(_gathered(group) == ranks for group, ranks in ((one, [3, 1, 2]), (two, [1, 3, 2])))
+        join(three, [2], CPU)
+    made = (one, [3, 1, 2]), (join(three, [0, 2, 1], CPU), [1, 3, 2])
+    return all(
+        _gathered(group) == ranks == dist.get_process_group_ranks(group) for group, ranks in made
+    )
 
 
 def _gathered(group: dist.ProcessGroup) -> list[int]:

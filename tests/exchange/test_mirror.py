@@ -197,6 +197,23 @@ def test_the_store_is_not_waited_for(monkeypatch):
     assert _in_time(fail) == ""
 
 
+@pytest.mark.parametrize("waiting", [(0, 1), (0, 2), (1, 2)])
+def test_a_limit_that_expired_is_the_problem_of_all(monkeypatch, waiting):
+    """It closes the connections of the others, which have nothing else to tell."""
+    monkeypatch.setattr(mirror_module, "_GRACE_S", 0.0)
+    mirror: Any = Mirror.__new__(Mirror)
+    store, hosts = dist.HashStore(), dict.fromkeys(range(3), "a")
+    vars(mirror).update(_store=store, ranks=[0, 1, 2], _me=waiting[0], _hosts=hosts, _last="none")
+    closed, (absent,) = mirror_module._CLOSED, {0, 1, 2} - {*waiting}
+    store.set(f"waits/{waiting[1]}", " within 2 s, got")
+    words = (
+        f"all 3 ranks of the layer must come to a call within 2 s, got no call from rank {absent};"
+    )
+    assert mirror._verdict("a call", closed).startswith(words)
+    mirror._me = waiting[1]
+    assert mirror._verdict("another call", closed).startswith(words)
+
+
 def _mirrors_and_rows() -> tuple[list[bool], list[int]]:
     """Return which mirrors are the same, and ranks that were gathered.
 

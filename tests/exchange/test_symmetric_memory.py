@@ -16,7 +16,8 @@ import torch
 
 from padded_dispatch.exchange import symmetric_memory
 from padded_dispatch.exchange.hosts import arranged
-from padded_dispatch.exchange.symmetric_memory import PeerMemory, check_group
+from padded_dispatch.exchange.symmetric_memory import PeerMemory, SharedMemory, check_group
+from tests.support.graph_protocol import pretend_capture
 from tests.support.pool import WorkerError, WorkerPool
 
 CPU = torch.device("cpu")
@@ -63,6 +64,16 @@ def test_peaks_count_symmetric_memory_for_all_that_use_it(monkeypatch, rendezvou
 def test_a_barrier_waits_as_long_as_a_collective_of_the_group(rendezvous):
     PeerMemory(group_of_two(), 1, CPU).barrier()
     rendezvous.return_value.barrier.assert_called_once_with(channel=0, timeout_ms=45_000)
+
+
+def test_a_capture_leaves_an_open_push_as_it_is():
+    shared = SharedMemory()
+    for is_open in (True, False):
+        with pretend_capture():
+            shared.note(is_open=is_open)
+        assert shared.is_open != is_open
+        shared.note(is_open=is_open)
+        assert shared.is_open == is_open
 
 
 def test_addresses_are_those_of_all_ranks(rendezvous):
@@ -241,12 +252,16 @@ def test_ranks_try_again_together_where_one_of_them_had_failed(machine, rendezvo
 
 
 @pytest.mark.parametrize("other", [["no NVLink on b"], ["", "not mapped on b"]])
-def test_one_host_that_cannot_map_takes_direct_stores_from_all(machine, monkeypatch, other):
+def test_one_host_that_cannot_map_takes_direct_stores_from_all(
+    machine, rendezvous, monkeypatch, other
+):
     """This rank's own host can; rank 0 is on another one, and its obstacle has its host's name."""
     inside, hosts = group_of_two(), arranged(["b", "a", "b", "a"], 1)
+    inside.group_name = "inside"
     monkeypatch.setattr(symmetric_memory, "groups_of", lambda *given: (inside, None))
     machine.seats = ({"folder": "g"}, {}, {"folder": "g"}, {})  # What is elsewhere does not matter.
     assert check_group(group_of_two(), over_nvlink=True, hosts=hosts) is inside
+    assert rendezvous.call_args.args[1] == "inside"
     machine.other = other
     with pytest.raises(ValueError, match=f"got {other[-1]}; set exchange='alltoall'"):
         check_group(group_of_two(), over_nvlink=True, hosts=hosts)

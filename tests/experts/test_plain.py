@@ -25,6 +25,11 @@ def test_a_store_by_hand():
     plain.release(top, found[0], found[2])
     layout.release(there_top, in_kernel.offsets, in_kernel.before)
     assert top.tolist() == there_top.tolist() == [4, 4, 1]
+    # In 5 rows each (expert, source) keeps its first two, which fit exactly.
+    found = plain.store_offsets(count_SL, Room(limit=5, max_rows=5, share=1))
+    in_kernel = layout.lay_out(here(count_SL), None, first=True, limit=5)
+    assert found[0].tolist() == in_kernel.offsets.tolist() == [0, 2, 4, 5, 5]
+    assert found[1].tolist() == in_kernel.level.tolist() == [2]
 
 
 def test_rows_are_given_back_in_reverse_order():

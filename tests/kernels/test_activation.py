@@ -58,6 +58,8 @@ def test_activations_are_as_exact_as_torch(counts, width, base, num_sources, sha
 
     num_rows, fc1_width = sum(counts), 2 * width if how.gated else width
     grad_nF, fc1_nG, prob_n = draw(num_rows, width), draw(num_rows, fc1_width), draw(num_rows)
+    if how.clamp < torch.inf:  # Torch's slope at a bound is that inside.
+        fc1_nG[::2, 0], fc1_nG[::2, -1] = how.clamp, -how.clamp
     bias_LG = draw(len(counts), fc1_width) if biased else None
     bias_nG = None
     if bias_LG is not None:
@@ -108,3 +110,11 @@ def test_activate_example():
     inputs = fc1_MG, None, here([nan, 0.5]), one, here([[1.0]]), grad_prob_N
     assert activation.activate(*inputs, **swiglu)[0].item() == grad_prob_N.item() == 0
     assert fc1_MG[1].tolist() == [1.25, 0]
+
+
+@pytest.mark.parametrize("clamp", [7.0, torch.inf])
+def test_a_row_with_nan_stays_one(clamp: float):
+    how = vars(Activation(clamp=clamp))
+    fc1_MG, prob_M = here([[torch.nan, 1], [1, torch.nan], [1, 1]]), here([1.0, 1, 1])
+    hidden_NF = activation.activate(fc1_MG, None, prob_M, segments_of([3]), **how)
+    assert hidden_NF[:3].isnan().flatten().tolist() == [True, True, False]
