@@ -106,6 +106,6 @@ def _is_recomputed(config: Any, index: int) -> bool:
     """Return whether backward always recomputes a layer, so that its forward pass keeps no rows."""
     if config.recompute_granularity == "full":
         return config.recompute_method != "block" or index < config.recompute_num_layers
-    # `MoELayer` recomputes nothing in `local` graphs.
+    # `MoELayer` recomputes nothing in `local` graphs: those of an iteration, up to 0.17.
     selective = config.recompute_granularity == "selective" and config.cuda_graph_impl != "local"
     return selective and "moe" in config.recompute_modules

@@ -26,16 +26,8 @@ def found(name: str) -> Any:
         return None
 
 
-# True if `local` graphs reuse an input's buffer while backward still reads it.
-FREES_GRAPH_INPUTS = not _IS_18
-
 # True if fused SwiGLU applies `activation_func_clamp_value`.
 FUSED_SWIGLU_CLAMPS = found("fusions.fused_bias_swiglu.clamped_swiglu") is not None
-
-# True if `local` graphs (`_CudaGraphRunner.create_bwd_graph`) add gradients to `main_grad`
-# themselves, except those of parameters whose `grad_added_to_main_grad` is set. Before 0.19 a
-# replay restores that flag, and only if the config has `gradient_accumulation_fusion`.
-LOCAL_GRAPHS_ADD_GRADIENTS = _IS_19
 
 # The model of attention and MoE layers, each a layer of its own; 0.19 calls GPTModel deprecated.
 HYBRID_MODEL = found("models.hybrid.hybrid_model.HybridModel") if _IS_19 else None

@@ -40,7 +40,6 @@ from padded_dispatch.experts import Activation, Call, ExpertWeights, Function, r
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.megatron.compat import (
     FUSED_SWIGLU_CLAMPS,
-    LOCAL_GRAPHS_ADD_GRADIENTS,
     captures,
     captures_iteration,
 )
@@ -138,12 +137,12 @@ def adds_gradients(config: TransformerConfig) -> bool:
     DDP resets it before each step (`zero_grad_buffer`). So a captured pass may add gradients only
     with `gradient_accumulation_fusion`, for which Megatron expects such gradients; in Transformer
     Engine's graphs, for which DDP does not reset it; in graphs of a whole iteration from 0.18 on,
-    which hold DDP's own additions, too; and in `local` graphs from 0.19 on.
+    which hold DDP's own additions, too.
     """
     if config.gradient_accumulation_fusion:
         return True
-    if config.cuda_graph_impl == "local":
-        return LOCAL_GRAPHS_ADD_GRADIENTS
+    if config.cuda_graph_impl == "local":  # A graph of a whole iteration, up to 0.17.
+        return False
     return config.cuda_graph_impl != "none" or not is_capturing()
 
 

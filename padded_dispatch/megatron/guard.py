@@ -6,18 +6,13 @@ records what each layer's graph depends on when Megatron captures it, and compar
 replay. It also restores the counters, which count the passes of a capture. Layers without a padded
 dispatcher are left alone.
 
-With `cuda_graph_impl="local"` Megatron captures by itself at the end of the first step. The guard
-corrects three defects for our models (D22, D23: `padded_dispatch/megatron/MAINTAINERS.md`):
+`cuda_graph_impl="local"` is for text generation: `_note_pass` marks a layer that generates before
+it is captured, and raises in a training pass. There `local` replays training steps in evaluation,
+and in 0.16 and 0.17 computes wrong gradients (`.github/LOG.md`).
 
-- In evaluation stock replays the graph of a training step (D23); here evaluation is eager. Text
-  generation keeps its graphs: `_note_pass` marks a layer that generates before it is captured.
-- In 0.16 and 0.17 other tensors reuse a layer's input buffer while backward still reads it (D22).
-- With scopes of MoE layers, Megatron silently captures nothing of them in a GPTModel, and replays
-  parts of a training step in the evaluation of a hybrid model; the guard raises.
-
-Graphs of `local` and of a whole iteration have the padding mask among their inputs, so either all
-steps have a mask or none has. If a batch lacks it, `StaticBufferLoader` leaves the mask of an
-earlier batch in memory, so the loader is guarded for all models.
+A graph of a whole iteration has the padding mask among its inputs, so either all steps have a mask
+or none has. If a batch lacks it, `StaticBufferLoader` leaves the mask of an earlier batch in
+memory, so the loader is guarded for all models.
 """
 
 import atexit
@@ -30,23 +25,13 @@ from weakref import WeakKeyDictionary
 
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer.cuda_graphs import (
-    TECudaGraphHelper,
-    _CudagraphGlobalRecord,
-    _CudaGraphRunner,
-)
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron import drops, schedule
-from padded_dispatch.megatron.compat import (
-    FREES_GRAPH_INPUTS,
-    captures_iteration,
-    graph_scopes,
-    logged_tensors,
-    put_logged_back,
-)
+from padded_dispatch.megatron.compat import captures_iteration
 from padded_dispatch.megatron.config import MOE_FIELDS, is_ours
 from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, is_padded
 from padded_dispatch.utils.patches import PATCHED, Patches
@@ -57,7 +42,7 @@ _FIELDS = *sorted({*MOE_FIELDS} - _READ_ONCE), "fp8", "fp8_recipe", "fp4", "fp4_
 _read_fields = operator.itemgetter(*_FIELDS)
 _NAMES = ("training", "dispatch_config", *_FIELDS)
 _NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatches", *_NAMES)
-# What a layer's graphs depend on: `_state_of_call`; for `local` ones `_mask_of` and `state_of`.
+# What a layer's graphs depend on: `_state_of_call`.
 _captured: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
 
 
@@ -67,8 +52,6 @@ def install(config: TransformerConfig) -> None:
         PATCHED.wrap(TransformerLayer, "__call__", _wrap_call)
     if config.cuda_graph_impl == "transformer_engine":
         PATCHED.wrap(TECudaGraphHelper, "create_cudagraphs", _wrap_capture)
-    if config.cuda_graph_impl == "local":
-        PATCHED.wrap(_CudaGraphRunner, "create_fwd_graph", _wrap_local_capture)
     if captures_iteration(config):
         PATCHED.wrap(StaticBufferLoader, "__call__", _wrap_loader)
         PATCHED.wrap(FullCudaGraphWrapper, "__call__", _wrap_iteration)
@@ -164,17 +147,9 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
         padded = is_padded(moe)
         if padded:
             _note_pass(layer, moe, kwargs)
-        if not layer._should_call_local_cudagraph(*args, **kwargs):
-            if padded and layer._should_call_te_cudagraph(*args, **kwargs):
-                guarded = _replay if layer.cuda_graphs else _capture
-                return guarded(layer, run, *args, **kwargs)
-        elif kwargs.get("inference_context") is None:
-            if not layer.training:
-                with Patches() as patches:
-                    patches.set(layer, "_should_call_local_cudagraph", lambda *_, **__: False)
-                    return run(*args, **kwargs)
-            if padded:
-                _check_local(layer, kwargs)
+        if padded and layer._should_call_te_cudagraph(*args, **kwargs):
+            guarded = _replay if layer.cuda_graphs else _capture
+            return guarded(layer, run, *args, **kwargs)
         return run(*args, **kwargs)
 
     return guarded_call
@@ -183,15 +158,9 @@ def _wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
 def _note_pass(layer: TransformerLayer, moe: Any, kwargs: dict[str, Any]) -> None:
     """Record the inputs of a padded layer's pass, eager or not; raise if no graph can be made."""
     impl = layer.config.cuda_graph_impl
-    captures_part = impl == "local" and "moe" in str(graph_scopes(layer.config))
-    require(
-        not captures_part or hasattr(layer, "cudagraph_manager"),
-        "cuda_graph_impl",
-        impl,
-        "be 'transformer_engine' for scopes of MoE layers, of which 'local' captures nothing, or "
-        "replays parts of a training step in evaluation",
-        "set it, or leave the scopes empty, which captures whole layers",
-    )
+    is_local = impl == "local" and not captures_iteration(layer.config)
+    rule = "be 'none', 'transformer_engine' or full_iteration in training: 'local' generates text"
+    require(not (layer.training and is_local), "cuda_graph_impl", impl, rule, "set one of these")
     has_context = kwargs.get("inference_context") is not None
     moe.token_dispatcher.configs.has_context = has_context
     if layer.training:
@@ -249,33 +218,6 @@ def _state_of_call(
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs["hidden_states"]
-
-
-def _check_local(layer: TransformerLayer, kwargs: dict[str, Any]) -> None:
-    """Compare a training pass that may be replayed with the one that was captured."""
-    now = _mask_of(kwargs), *state_of(layer)
-    if _CudagraphGlobalRecord.cudagraph_created:
-        check_unchanged(("padding_mask", *_NAMES), _captured.get(layer, now), now)
-    else:
-        _captured[layer] = now
-
-
-def _wrap_local_capture(create: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(create)
-    def clean_create(runner: Any, *args: object, **kwargs: object) -> Any:
-        captured = runner.base_module  # It may lack a config, as a sampler does.
-        if not is_ours(getattr(captured, "config", None)):
-            return create(runner, *args, **kwargs)
-        logged = {name: tensor.clone() for name, tensor in logged_tensors().items()}
-        with Patches() as patches:
-            patches.callback(Copies(counting_tensors(captured)).restore)
-            patches.callback(put_logged_back, logged)
-            if FREES_GRAPH_INPUTS:
-                # Keep buffers of inputs out of this pool (D22); a forward inserts no others.
-                patches.set(_CudagraphGlobalRecord.tensor_reuse_pool, "insert", lambda buffer: None)
-            return create(runner, *args, **kwargs)
-
-    return clean_create
 
 
 def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:

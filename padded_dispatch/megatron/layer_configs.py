@@ -75,7 +75,7 @@ class LayerConfigs:
 
         Without `eval_factor`, sizes of evaluation passes follow from the routing (`FIT`), unless
         graphs of a full iteration capture evaluation, too. Graphs of layers are replayed in
-        training only (for `local` ones `guard` ensures it).
+        training only.
         """
         config = dispatch_config(self._config, **self._sizes)
         factor = self._options.layer_factors.get(layer_number, config.capacity_factor)

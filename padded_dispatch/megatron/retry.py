@@ -34,7 +34,7 @@ from torch.distributed import distributed_c10d
 
 from padded_dispatch.config import require
 from padded_dispatch.counters import counts_in, dropped_rows
-from padded_dispatch.megatron.compat import graph_scopes, logged_tensors, put_logged_back
+from padded_dispatch.megatron.compat import logged_tensors, put_logged_back
 from padded_dispatch.megatron.config import padded_options
 from padded_dispatch.megatron.dispatcher import (
     Copies,
@@ -204,14 +204,6 @@ def check_retry(chunks: list[Any]) -> None:
     require(
         not config.fp8 or config.fp8_recipe != "delayed", "fp8_recipe", config.fp8_recipe, rule, fix
     )
-    scopes = sorted(graph_scopes(config))
-    require(
-        config.cuda_graph_impl != "local" or scopes in ([], ["full_iteration"]),
-        "cuda_graph_modules (cuda_graph_scope before 0.18)",
-        scopes,
-        "be empty with cuda_graph_impl='local' and on_overflow='retry', which runs layers eagerly",
-        "leave it empty, or set cuda_graph_impl='transformer_engine'",
-    )
 
 
 class _StepStart:
@@ -252,19 +244,12 @@ def _numbers_of(thing: Any) -> dict[str, Any]:
 
 @contextmanager
 def without_graphs(chunks: list[Any]) -> Iterator[None]:
-    """Run every captured layer of a model eagerly inside the block, and keep its graphs.
-
-    For each kind of graph, Megatron decides in one attribute of the layer, which is replaced here:
-    `transformer_engine` replays the graphs in `layer.cuda_graphs`, `local` calls
-    `layer._should_call_local_cudagraph`.
-    """
+    """Run every captured layer of a model eagerly inside the block, and keep its graphs."""
     with Patches() as patches:
         for chunk in chunks:
             for module in chunk.modules():
                 if getattr(module, "cuda_graphs", None):
                     patches.set(module, "cuda_graphs", [])
-                if hasattr(module, "cudagraph_manager"):
-                    patches.set(module, "_should_call_local_cudagraph", lambda *_, **__: False)
         yield
 
 

@@ -160,7 +160,7 @@ def _replayed() -> Iterator[Row]:
     for scopes in (WHOLE, PARTIAL):
         gpu = {"steps": EAGER_STEPS + 200}
         yield _replay(f"200 replays, {'+'.join(scopes)}", scopes=scopes, gpu=gpu, **two)
-    for graph, ranks in itertools.product(("helper", "local", "iteration"), (1, 2)):
+    for graph, ranks in itertools.product(("helper", "iteration"), (1, 2)):
         gpu = {"ddp": {"use_distributed_optimizer": False}} if graph == "iteration" else {}
         small = graph == "helper" and ranks == 1
         yield _replay(
@@ -267,9 +267,8 @@ def _masked() -> Iterator[Row]:
             how |= {"options": {"experts": experts}, "cpu": (ranks == 1) == (kind == "experts")}
             how["gpu"] = {"options": {"experts": "auto"}, "evaluates": (3, 160)}
             yield _trained(EAGER, f"masks, EP{ranks}, graphs of {kind}", ways, **how)
-        for graph in ("local", "iteration"):
-            gpu = {"ddp": {"use_distributed_optimizer": False}} if graph == "iteration" else {}
-            yield _replay(f"masks, EP{ranks}, {graph}", graph, masked=True, gpu=gpu, **sizes)
+        gpu = {"ddp": {"use_distributed_optimizer": False}}
+        yield _replay(f"masks, EP{ranks}, iteration", "iteration", masked=True, gpu=gpu, **sizes)
         for scopes, masked in itertools.product((("moe",), PARTIAL[1:]), (False, True)):
             name = f"packed sequences, EP{ranks}, {'+'.join(scopes)}{', masks' * masked}"
             small = masked == (ranks == 2) == (scopes != ("moe",))
@@ -355,11 +354,9 @@ def _retried() -> Iterator[Row]:
     module = {"options": {"experts": "module"}}
     yield _retry("EP2, layer graphs", "layer", ranks=2, ep=2, microbatches=1, **bf16, **module)
     yield _retry("PP2/VPP2, layer graphs", "layer", cpu=False, **deep)
-    for ranks, graph in itertools.product((1, 2), ("layer", "local", "iteration")):
+    for ranks, graph in itertools.product((1, 2), ("layer", "iteration")):
         sizes = {"ranks": ranks, "ep": ranks, "microbatches": 3, "cpu": False}
         yield _retry(f"EP{ranks}, {graph} graphs, three microbatches", graph, **sizes)
-        if graph == "local":
-            continue
         if ranks == 2:
             overlapped = {"ddp": gather, **sizes}
             yield _retry(f"EP2, {graph} graphs, all overlapped", graph, **overlapped)
@@ -375,7 +372,7 @@ _RECIPES = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3"}
 
 def _quantized() -> Iterator[Row]:
     """Yield fp8 of Megatron's experts and of ours under graphs of each kind; 100 replays."""
-    graphs = ("layer", "helper", "local", "iteration")
+    graphs = ("layer", "helper", "iteration")
     for ranks, recipe, graph, experts in itertools.product(
         (1, 2), _RECIPES, graphs, ("module", "packed")
     ):

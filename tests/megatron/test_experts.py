@@ -162,7 +162,6 @@ def test_gradients_are_left_to_autograd_where_they_cannot_be_added(why):
             assert (weight.main_grad == 3).all()
 
 
-@pytest.mark.parametrize("version_19", [False, True])
 @pytest.mark.parametrize(
     ("impl", "fusion", "capturing", "expected"),
     [
@@ -172,19 +171,15 @@ def test_gradients_are_left_to_autograd_where_they_cannot_be_added(why):
         ("transformer_engine", False, True, True),
         ("full_iteration", False, True, True),
         ("local", True, True, True),
-        ("local", False, True, "from 0.19 on"),
-        ("local", False, False, "from 0.19 on"),
+        ("local", False, True, False),
+        ("local", False, False, False),
     ],
 )
-def test_graphs_decide_who_adds_gradients(
-    monkeypatch, impl, fusion, capturing, expected, version_19
-):
-    monkeypatch.setattr(megatron_experts, "LOCAL_GRAPHS_ADD_GRADIENTS", version_19)
+def test_graphs_decide_who_adds_gradients(monkeypatch, impl, fusion, capturing, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     config = SimpleNamespace(gradient_accumulation_fusion=fusion, cuda_graph_impl=impl)
-    found = megatron_experts.adds_gradients(config)
-    assert found is (version_19 if expected == "from 0.19 on" else expected)
+    assert megatron_experts.adds_gradients(config) is expected
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -39,8 +39,6 @@ from tests.megatron.test_steps import model
 from tests.support import tiny
 from tests.support.training import RETRIED, Training, differing_names, ways_agree, world
 
-PARTS = [SimpleNamespace(name="moe")]
-
 
 def test_drops_on_one_rank_repeat_the_step_on_all(pool2):
     """Of two stages of a pipeline, the first has room for all rows."""
@@ -175,13 +173,6 @@ REFUSED: dict[str, tuple[str, Callable[[Training], object]]] = {
         "'delayed'; set 'tensorwise'",
         lambda training: vars(training.config).update(fp8="e4m3", fp8_recipe="delayed"),
     ),
-    "local graphs of parts": (
-        "be empty with cuda_graph_impl='local' and on_overflow='retry', which runs layers eagerly, "
-        "got ['moe']",
-        lambda training: vars(training.config).update(
-            cuda_graph_impl="local", cuda_graph_scope=PARTS, cuda_graph_modules=PARTS
-        ),
-    ),
     "reuse_grad_buf_for_mxfp8_param_ag": (
         "reuse_grad_buf_for_mxfp8_param_ag must be False with on_overflow='retry'",
         lambda training: vars(training.chunks[0].ddp_config).update(
@@ -297,18 +288,14 @@ class Layer(GraphableMegatronModule):
     def forward(self, hidden_states: Any) -> Any:
         return hidden_states + 1
 
-    def create_mcore_cudagraph_manager(self, config: Any) -> None:
-        self.cudagraph_manager = lambda layer, args, kwargs: args[0] + 10
 
-
-@pytest.mark.parametrize("impl", ["transformer_engine", "local"])
-def test_captured_layers_run_eagerly_inside_the_block_only(impl):
-    graphed, bare, zero = Layer(impl), Layer("none"), torch.zeros(())
-    graphs: list[Any] = [lambda hidden, **kwargs: hidden + 10] * (impl == "transformer_engine")
+def test_captured_layers_run_eagerly_inside_the_block_only():
+    graphed, bare, zero = Layer("transformer_engine"), Layer("none"), torch.zeros(())
+    graphs: list[Any] = [lambda hidden, **kwargs: hidden + 10]
     graphed.cuda_graphs = graphs
     chunk = torch.nn.Sequential(graphed, bare)
     assert chunk(zero) == 11
     with without_graphs([torch.nn.Linear(1, 1), chunk]):
         assert chunk(zero) == 2
-    assert graphed.cuda_graphs is graphs and "_should_call_local_cudagraph" not in vars(graphed)
+    assert graphed.cuda_graphs is graphs
     assert chunk(zero) == 11

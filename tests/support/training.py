@@ -69,7 +69,7 @@ from tests.support.pool import forget_models
 SEED = 50
 EAGER_STEPS = 2  # before a capture, on GPUs
 NEVER_CHOSEN = -1e4  # a router bias that no logit outweighs
-Graph = Literal["none", "layer", "helper", "local", "iteration"]
+Graph = Literal["none", "layer", "helper", "iteration"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +77,15 @@ class Model(Sizes):
     """A GPT, and how it is trained.
 
     `graph`: what is captured: each layer, or the parts `scopes` of it, by `LayerGraphs`, or by
-    Megatron's own "helper"; by Megatron's "local" graphs; or a whole "iteration". `options`: of the
-    padded dispatcher. `fields`, `ddp`: further fields of Megatron's configs. `never_drops`: it fits
-    its sizes to the routing. `gpt_oss`: biases everywhere and a clamped activation. `idle`: whose
-    experts no token chooses in two of three steps: the last "rank" or the "others" than the first.
-    `mixed`: each second step is eager. `masked`: each microbatch has a padding mask of its own.
-    `packed`: it is packed from two sequences of other lengths. `evaluates`: batch and length of an
-    evaluation before every step. `draws`: batches are drawn from the generators that dropout draws
-    from, on the first tensor-parallel rank alone, as Megatron-LM's loaders do. `counts`: the
-    layers' counters are compared.
+    Megatron's own "helper"; or a whole "iteration". `options`: of the padded dispatcher. `fields`,
+    `ddp`: further fields of Megatron's configs. `never_drops`: it fits its sizes to the routing.
+    `gpt_oss`: biases everywhere and a clamped activation. `idle`: whose experts no token chooses in
+    two of three steps: the last "rank" or the "others" than the first. `mixed`: each second step is
+    eager. `masked`: each microbatch has a padding mask of its own. `packed`: it is packed from two
+    sequences of other lengths. `evaluates`: batch and length of an evaluation before every step.
+    `draws`: batches are drawn from the generators that dropout draws from, on the first
+    tensor-parallel rank alone, as Megatron-LM's loaders do. `counts`: the layers' counters are
+    compared.
     """
 
     graph: Graph = "none"
@@ -355,17 +355,12 @@ class Training:
             release(self._helper)
         if self._iteration is not None:
             forget_iterations()
-        if self.model.graph == "local":
-            cuda_graphs.delete_cuda_graphs()  # Megatron keeps local graphs in a class attribute.
 
     def num_graphs(self) -> int:
         """Return the number of graphs of all layers; forward and backward count as one."""
         modules = [module for chunk in self.chunks for module in chunk.modules()]
         if self._iteration is not None:
             return int(FullCudaGraphWrapper.cuda_graph["training"] is not None)
-        if self.model.graph == "local":
-            managers = [m.cudagraph_manager for m in modules if hasattr(m, "cudagraph_manager")]
-            return sum(len(manager.cudagraph_runners) for manager in managers)
         return sum(len(getattr(module, "cuda_graphs", ())) for module in modules)
 
     def step(self, number: int, outside: Any = nullcontext) -> dict[str, Tensor]:
@@ -570,8 +565,6 @@ def _config(model: Model, **options: Any) -> Any:
         }
     if model.graph in ("layer", "helper"):
         fields |= layer_graphs(*model.scopes)
-    elif model.graph == "local":
-        fields |= {**layer_graphs(), "cuda_graph_impl": "local"}
     elif model.graph == "iteration":
         fields |= {**iteration_graph(), "cuda_graph_warmup_steps": EAGER_STEPS}
     return model.config(**fields | model.fields, **options)
