@@ -27,10 +27,10 @@ from padded_dispatch.exchange.direct import DirectStores
 from padded_dispatch.experts import Activation, Call, ExpertWeights, Sums, packed, plain
 from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.experts.store import Buffers, Room, Store, TakeRoom, fitting, scratch
-from padded_dispatch.kernels import gemm
+from padded_dispatch.kernels import Segments, SlotList, gemm
 from padded_dispatch.memory import LayerMemory
 from padded_dispatch.routing import choice_probs, make_plan, select
-from tests.support.device import INTERPRETED, small_tiles
+from tests.support.device import INTERPRETED, ints, nan, small_tiles
 from tests.support.direct_parity import differences
 from tests.support.machines import rails_of, ranks_on
 from tests.support.threads import grid, poisoned_memory, run_on_threads, threads_as_ranks
@@ -499,6 +499,25 @@ def test_a_pass_that_broke_off_may_have_overwritten_rows():
     with poisoned_memory():
         found, expected = (_trained_beside_a_broken_pass(case, breaks) for breaks in (True, False))
     assert differences(found, expected) == []
+
+
+def test_rows_refilled_elsewhere_leave_out_the_same_choices(monkeypatch):
+    """-1, an expert of another rank, and -2, a row without room, are no rows to be moved."""
+    monkeypatch.setattr(packed, "_multiply_by_fc1", lambda *given: None)
+    offsets, row_AK = ints(1, 3, 4), ints([1, -1], [-2, 3], [2, -1])
+    sizes: Any = {"num_experts": 2, "num_sources": 1, "num_rows": 4, "num_expected": 4}
+    listed = SlotList(
+        slot_A=None, length=None, row_AK=row_AK, prob_AK=nan(3, 2), num_sources=1, num_slots=3
+    )
+    room = Room(limit=9, max_rows=4, share=4, top=ints(9, 9, 0))
+    where = Segments(offsets=offsets, **sizes)
+    here = packed._Rows(listed=listed, segments=where, buffers=room.buffers(9, 8, torch.empty(0)))
+    given: Any = here, room, None, None, None
+    there = packed._refill(*given, gives_back=False)
+    assert there.listed.row_AK.tolist() == [[0, -1], [-2, 2], [1, -1]]
+    assert there.segments.offsets.tolist() == [0, 2, 3] and len(there.buffers.fc1_MG) == 4
+    there = packed._refill(*given, gives_back=True)
+    assert there is here
 
 
 def test_transients_hold_what_can_arrive(monkeypatch):
