@@ -222,26 +222,6 @@ class DispatchConfig:
             factor = _STORE_FACTOR
         return num_hosts > 1 or self.num_sources - 1 > _KEPT_SHARES * self.top_k * factor
 
-    def sends_tokens_again(self, num_tokens: int, *, direct: bool, num_hosts: int = 1) -> bool:
-        """Return whether a pass of T tokens sends them again; with P < T slots it does not."""
-        whole = direct or self.wire_slots(num_tokens) >= num_tokens
-        return whole and self.sends_again(num_hosts)
-
-    def kept_tokens(self, num_tokens: int, *, direct: bool, num_hosts: int = 1) -> int:
-        """Return how many tokens a pass of T tokens keeps until backward.
-
-        Direct writes keep those of other ranks, collectives all slots; one source keeps none, and
-        neither does a pass that sends them again. `num_hosts`: behind a rail it keeps what the rail
-        gathered, the tokens of H ranks.
-        """
-        if num_hosts > 1:
-            return num_hosts * num_tokens
-        if self.num_sources == 1 or self.sends_tokens_again(num_tokens, direct=direct):
-            return 0
-        if direct:
-            return (self.num_sources - 1) * num_tokens
-        return self.num_sources * self.wire_slots(num_tokens)
-
     @property
     def _factor(self) -> float:
         factor = self.capacity_factor

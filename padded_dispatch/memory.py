@@ -150,15 +150,24 @@ class LayerMemory:
 
     @property
     def sends_again(self) -> bool:
-        """True if tokens of other ranks, or of the host, arrive once more in backward."""
-        how = {"direct": self.direct, "num_hosts": self.num_hosts}
-        return self.config.sends_tokens_again(self.num_tokens, **how)
+        """True if tokens of other ranks, or of the host, arrive once more in backward.
+
+        With fewer slots than tokens they do not.
+        """
+        return self.num_slots >= self.num_tokens and self.config.sends_again(self.num_hosts)
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens that a pass keeps until backward."""
-        sizes = {"direct": self.direct, "num_hosts": self.num_hosts}
-        return self.config.kept_tokens(self.num_tokens, **sizes) * self.token_bytes
+        """Tokens that a pass keeps until backward: what arrived, or what a rail gathered.
+
+        One source keeps none, and neither does a pass that sends tokens again. Direct writes keep
+        no own ones.
+        """
+        if self.num_hosts > 1:
+            return self.num_hosts * self.num_tokens * self.token_bytes
+        if self.num_sources == 1 or self.sends_again:
+            return 0
+        return (self.num_sources - self.direct) * self.num_slots * self.token_bytes
 
     @property
     def plans_on_the_wire(self) -> int:
