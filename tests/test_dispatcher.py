@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher, Store
 from padded_dispatch.config import FIT, NO_DROP
+from padded_dispatch.exchange import choose
+from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.experts import padded
 from tests.support import whole_layers
 from tests.support.device import INTERPRETED
@@ -209,6 +211,13 @@ def test_direct_stores_need_gpus_and_packed_experts(packed):
             dispatcher.run(*given, weights, Activation())
         else:
             dispatcher.dispatch(*given)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_collectives_that_were_asked_for_are_taken(device):
+    given: Any = config_of("store"), None, None, "alltoall"
+    exchange, reason = choose(*given, packed=True, device=torch.device(device))
+    assert isinstance(exchange, Collectives) and reason == 'exchange="alltoall" was asked for'
 
 
 def _differing(what: str) -> str:

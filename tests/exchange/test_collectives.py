@@ -15,6 +15,7 @@ from torch import Tensor
 from padded_dispatch import DispatchConfig
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.routing import make_plan
+from tests.support.device import INTERPRETED, ints
 from tests.support.threads import ThreadGroup, _Turns, grid, run_on_threads
 from tests.support.whole_layers import check, make_case
 
@@ -65,6 +66,33 @@ def test_bf16_adds_up_in_fp32():
         for summed in results:
             assert summed.tolist() == [[260.0]]
             assert summed.dtype == torch.bfloat16
+
+
+def _home_of_shards() -> tuple[list[Any], Any]:
+    """Return the sum of 2048 and 1, of one shard, and of 1 and 0, of the other, and what is beside.
+
+    In fp16 it is 2050, and 2048 if a shard's sum is rounded first.
+    """
+    from padded_dispatch.kernels import layout
+
+    _, etp_group, shard = grid(1, 2)
+    plan = make_plan(torch.ones(1, 2, dtype=torch.bool), top_k=2)
+    tokens_TD = torch.ones(1, 4, dtype=torch.float16)
+    wire = Collectives(2, None, etp_group).start(plan, tokens_TD, 1)
+    arrived, offsets = wire.open(tokens_TD, torch.ones(1, 2)), ints(0, 1, 2, 3, 4)
+    choices = arrived.expert_SPK, arrived.place_SPK, arrived.prob_SPK
+    listed = layout.list_slots(*choices, offsets, ints(9), 2)
+    # The rows of both sources for one expert, then those for the other.
+    number_N = torch.tensor([[2048.0, 2048, 1, 1], [1, 1, 0, 0]][shard])
+    rows_ND = number_N[:, None].expand(4, 4).half().contiguous()
+    sum_TD, beside_TK = wire.home(lambda: rows_ND, listed, offsets, number_N)
+    assert beside_TK is not None
+    return sum_TD.tolist(), beside_TK.tolist()
+
+
+@INTERPRETED
+def test_parts_of_split_experts_come_home_as_one_rounded_sum():
+    assert run_on_threads(2, _home_of_shards) == [([[2050.0] * 4], [[2049.0, 1.0]])] * 2
 
 
 def _other_tokens() -> list[Any]:

@@ -439,18 +439,20 @@ def _routes_otherwise_again(case: Case, recompute: bool) -> dict[str, Tensor]:
     return model.gradients()
 
 
-@pytest.mark.parametrize("exchange", ["none", "alltoall", "direct"])
-def test_a_recompute_that_routes_a_token_otherwise_has_its_own_gradients(exchange: str):
-    ranks = 1 if exchange == "none" else 2
-    case = Case(ranks=ranks, routings=("thin",), exchange=exchange, again=exchange == "direct")
-    with poisoned_memory(), threads_as_ranks():
-        if ranks == 1:
-            found, expected = ([_routes_otherwise_again(case, again)] for again in (True, False))
-        else:
-            found, expected = (
-                run_on_threads(ranks, _routes_otherwise_again, case, again)
-                for again in (True, False)
-            )
+@pytest.mark.parametrize(
+    ("machines", "exchange"),
+    [("a", "alltoall"), *itertools.product(("aa", "aabb"), ("alltoall", "direct"))],
+)
+def test_a_recompute_that_routes_a_token_otherwise_has_its_own_gradients(
+    machines: str, exchange: str
+):
+    """Of the rail's routing, too, and of that inside of a host."""
+    case = _on_machines(machines, exchange)
+    case = dataclasses.replace(case, routings=("thin",), again=exchange == "direct")
+    with poisoned_memory():
+        found, expected = (
+            on_ranks(case, _routes_otherwise_again, recompute=again) for again in (True, False)
+        )
     assert not any(map(differences, found, expected))
 
 
