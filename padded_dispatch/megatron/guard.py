@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from padded_dispatch.config import require
-from padded_dispatch.megatron import drops, schedule
+from padded_dispatch.megatron import drops, masks
 from padded_dispatch.megatron.compat import captures_iteration
 from padded_dispatch.megatron.config import MOE_FIELDS, is_ours
 from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, is_padded
@@ -164,8 +164,8 @@ def _note_pass(layer: TransformerLayer, moe: Any, kwargs: dict[str, Any]) -> Non
     has_context = kwargs.get("inference_context") is not None
     moe.token_dispatcher.configs.has_context = has_context
     if layer.training:
-        schedule.check_packed(layer, kwargs.get("packed_seq_params"))
-        schedule.note_mask(layer, kwargs.get("padding_mask"))
+        masks.check_packed(layer, kwargs.get("packed_seq_params"))
+        masks.note_mask(layer, kwargs.get("padding_mask"))
         drops.see_pass(moe)
 
 
@@ -175,7 +175,7 @@ def _capture(
     """Let Transformer Engine capture a layer, and record what its graphs depend on."""
     hidden_states = _hidden_states(args, kwargs)
     _captured[layer] = _state_of_call(layer, hidden_states, get_num_microbatches())
-    with schedule.captured(layer, hidden_states):
+    with masks.captured(layer, hidden_states):
         return capture(*args, **kwargs)
 
 
@@ -206,7 +206,7 @@ def _replay(
     num_microbatches = captured[2] if num_graphs == 1 else get_num_microbatches()
     now = _state_of_call(layer, _hidden_states(args, kwargs), num_microbatches)
     check_unchanged(_NAMES_OF_CALL, captured, now)
-    with schedule.replayed(layer, kwargs.pop("padding_mask", None)):
+    with masks.replayed(layer, kwargs.pop("padding_mask", None)):
         return replay(*args, **kwargs)
 
 

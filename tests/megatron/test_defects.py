@@ -18,7 +18,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig, kernels
-from padded_dispatch.megatron import install, schedule, uninstall
+from padded_dispatch.megatron import install, masks, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.config import take_over
 from padded_dispatch.routing import select
@@ -295,11 +295,11 @@ def test_d12_a_padding_mask_reaches_a_graph():
     assert "self._forward_mlp(hidden_states" in capture and "padding_mask" not in capture
 
     layer, hidden, mask_BS = CapturedPart(), alike(6), torch.arange(6)[None] % 2 == 0
-    schedule.note_mask(layer, mask_BS)
-    with Tape() as graph, schedule.captured(layer, hidden):
+    masks.note_mask(layer, mask_BS)
+    with Tape() as graph, masks.captured(layer, hidden):
         read = layer._forward_mlp(hidden)
     assert not read.any()
-    with schedule.replayed(layer, mask_BS):
+    with masks.replayed(layer, mask_BS):
         graph.replay()
     assert torch.equal(read, mask_BS)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from padded_dispatch.megatron import schedule
+from padded_dispatch.megatron import masks
 from padded_dispatch.megatron.compat import iteration_graph, layer_graphs
-from padded_dispatch.megatron.schedule import check_packed
+from padded_dispatch.megatron.masks import check_packed
 from tests.megatron.test_graphs import training_of, unreachable
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.packed_sequences import packed
@@ -63,7 +63,7 @@ def test_a_mask_of_another_shape_is_refused(megatron):
     training.capture()
     with (
         pytest.raises(ValueError, match=r"padding_mask.shape must be \[2, 10\] .*, got \[1, 10\]"),
-        schedule.replayed(layers_of(training)[0], torch.zeros(1, 10, dtype=torch.bool)),
+        masks.replayed(layers_of(training)[0], torch.zeros(1, 10, dtype=torch.bool)),
     ):
         pass
 
