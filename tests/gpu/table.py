@@ -556,6 +556,10 @@ def _across_hosts(replays: int) -> Iterator[Row]:
     yield _replay("hosts aabb, all rows to one rank", idle="others", options=packed, **two)
     yield _replay("hosts aabb, a rank without tokens", idle="rank", options=packed, **two)
     yield _retry("hosts aabb", microbatches=3, **two)
+    steps = 10 * replays  # Behind rails tokens are sent again.
+    given = {"case": with_changes(Model(graph="layer", options=packed), two), "ranks": 4}
+    given |= {"gpu": TRAINING | {"steps": steps}, "cpu": False, "run": memory_is_flat}
+    yield Row(check=MEMORY, name=f"{steps:,} steps, hosts aabb", **given)
     case = GenerationCase(ep=4, experts="packed", uneven=True, machines="aabb")
     given: dict[str, Any] = {"case": case, "run": generates_as_stock, "gpu": _TEXT}
     yield Row(check=TEXT, name="hosts aabb, other T per rank", ranks=4, cpu=False, **given)
