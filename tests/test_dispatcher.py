@@ -220,6 +220,15 @@ def test_collectives_that_were_asked_for_are_taken(device):
     assert isinstance(exchange, Collectives) and reason == 'exchange="alltoall" was asked for'
 
 
+def test_direct_writes_that_were_asked_for_do_not_fall_back():
+    given: Any = config_of("store"), None, None
+    how: Any = {"packed": True, "device": torch.device("cuda")}
+    with pytest.raises(ValueError, match="got an expert-parallel group of one rank; set"):
+        choose(*given, "direct", **how)
+    exchange, reason = choose(*given, "auto", **how)
+    assert isinstance(exchange, Collectives) and reason == "one rank"
+
+
 def _differing(what: str) -> str:
     other = dist.get_rank() == 1
     pool: Any = "store" if what == "pool" and other else "cells"

@@ -55,6 +55,7 @@ def test_buffers_of_direct_stores():
     ("changes", "tokens"),
     [
         ({"num_ranks": 1}, 0),
+        ({"num_ranks": 1, "direct": False}, 0),
         ({}, 7),
         ({"direct": False}, 8),
         ({"num_ranks": 16}, 15),  # No more than 1.5 * 8 * 1.25.
