@@ -68,6 +68,19 @@ def test_bf16_adds_up_in_fp32():
             assert summed.dtype == torch.bfloat16
 
 
+def _sums_of_ranks() -> list[Any]:
+    plan = make_plan(torch.ones(1, 2, dtype=torch.bool), top_k=2)
+    tokens_TD = torch.ones(1, 1, dtype=torch.float16)
+    wire = Collectives(1, dist.group.WORLD).start(plan, tokens_TD, 1)
+    wide_SPD = torch.full((2, 1, 1), [2049.0, 1.0][dist.get_rank()])
+    return wire.bring(wide_SPD).tolist()
+
+
+def test_the_sum_of_each_rank_is_rounded():
+    """As kernels do before it goes home: 2049 is 2048 in fp16, and so is 2048 + 1."""
+    assert run_on_threads(2, _sums_of_ranks) == [[[2048.0]]] * 2
+
+
 def _home_of_shards() -> tuple[list[Any], Any]:
     """Return the sum of 2048 and 1, of one shard, and of 1 and 0, of the other, and what is beside.
 

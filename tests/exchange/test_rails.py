@@ -21,7 +21,7 @@ from padded_dispatch.exchange.rails import Rails, plan_of_host
 from padded_dispatch.routing import make_plan
 from tests.support import reference
 from tests.support.machines import ranks_on
-from tests.support.threads import ThreadGroup, _Turns, run_on_threads
+from tests.support.threads import ThreadGroup, _Turns, grid, run_on_threads
 from tests.support.whole_layers import check, make_case
 
 CPU = torch.device("cpu")
@@ -65,6 +65,28 @@ def test_every_setting_is_the_oracle(changes, recompute):
 @pytest.mark.parametrize("pool", ["cells", "padded"])
 def test_cells_cross_without_a_rail(pool):
     check(make_case(config_of(4, capacity_pool="cells"), ["hot"], machines="aabb"), pool)
+
+
+def _chosen(config: DispatchConfig) -> str:
+    group, etp_group, _ = grid(config.num_ranks, config.etp_size)
+    exchange, reason = choose(config, group, etp_group, "auto", packed=True, device=CPU)
+    return f"{type(exchange).__name__}, {reason}"
+
+
+@pytest.mark.parametrize(
+    ("machines", "etp_size", "words"),
+    [
+        ("aabb", 1, "Rails, 2 hosts of 2 ranks; direct writes need tokens on GPUs, got cpu"),
+        ("abcd", 1, "Collectives, 4 hosts of 1 rank; direct"),
+        ("aaab", 1, "Collectives, 4 hosts of 1 rank; direct"),
+        ("aabbaabb", 2, "Collectives, 2 hosts of 2 ranks; direct writes need expert_tensor_para"),
+    ],
+)
+def test_rails_need_hosts_of_several_ranks_and_whole_experts(machines, etp_size, words):
+    config = config_of(4, etp_size=etp_size)
+    with ranks_on(machines):
+        found = run_on_threads(len(machines), _chosen, config)
+    assert len({*found}) == 1 and found[0].startswith(words)
 
 
 def rails(config: DispatchConfig) -> Rails:
