@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import padded_dispatch.dispatcher
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher, Store
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.exchange import choose
@@ -120,7 +122,7 @@ def test_a_pass_that_is_recomputed_with_another_routing_has_its_gradients(
     """Nothing of the first pass is left in them: a token that ties may choose otherwise."""
     monkeypatch.setattr(whole_layers, "_check_input", lambda *given: None)
     monkeypatch.setattr(padded, "_has_kernels", lambda values: kernels)
-    for factor in (2.0, 0.75):
+    for factor in (2.0, 0.75, 0.3):  # Cells have room for fewer tokens than there are, at last.
         case = make_case(config_of(pool, 2, capacity_factor=factor), ["thin"])
         assert any((layer.map_STE[:, 0] != layer.map_STE[:, 1]).any() for layer in case.layers)
         again, once = (
@@ -218,6 +220,18 @@ def test_collectives_that_were_asked_for_are_taken(device):
     given: Any = config_of("store"), None, None, "alltoall"
     exchange, reason = choose(*given, packed=True, device=torch.device(device))
     assert isinstance(exchange, Collectives) and reason == 'exchange="alltoall" was asked for'
+
+
+def test_experts_and_cells_have_an_exchange_each(monkeypatch):
+    chosen = Mock(side_effect=choose)
+    monkeypatch.setattr(padded_dispatch.dispatcher, "choose", chosen)
+    dispatcher = PaddedDispatcher(config_of("cells"))
+    given = torch.zeros(1, 3), torch.zeros(1, 2), torch.zeros(1, 2) > 0
+    weights = ExpertWeights(fc1_LGD=torch.zeros(2, 2, 3), fc2_LDF=torch.zeros(2, 3, 1))
+    for _ in range(2):
+        dispatcher.run(*given, weights, Activation())
+        dispatcher.dispatch(*given)
+    assert [call.kwargs["packed"] for call in chosen.call_args_list] == [True, False]
 
 
 def test_direct_writes_that_were_asked_for_do_not_fall_back():

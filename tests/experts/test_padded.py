@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from padded_dispatch import DispatchConfig
+from padded_dispatch.config import FIT
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.experts import padded
 from padded_dispatch.routing import make_plan
@@ -46,6 +47,18 @@ def test_parts_of_split_experts_are_rounded_once(monkeypatch, kernels):
     monkeypatch.setattr(padded, "_has_kernels", lambda values: kernels)
     for summed in run_on_threads(2, _sum_of_shards):
         assert summed.dtype == torch.float16 and summed.tolist() == [[2050.0] * 4]
+
+
+@KERNELS
+def test_a_fitting_pass_without_rows_has_one_in_each_cell(monkeypatch, kernels):
+    """No kernel and no product gets a tensor without elements."""
+    monkeypatch.setattr(padded, "_has_kernels", lambda values: kernels)
+    plan, tokens_TD = make_plan(torch.zeros(3, 2, dtype=torch.bool), top_k=2), torch.ones(3, 4)
+    wire = Collectives(2).start(plan, tokens_TD, 3)
+    config = DispatchConfig(num_experts=2, top_k=2, capacity_factor=FIT)
+    given, state = padded.dispatch(tokens_TD, torch.ones(3, 2), wire, config)
+    assert given.rows_ND.tolist() == [[0.0] * 4] * 2 and given.probs_N.tolist() == [0.0, 0.0]
+    assert not padded.combine(torch.full((2, 4), torch.nan), state).any()
 
 
 @KERNELS
