@@ -101,7 +101,7 @@ def keep_options() -> None:
 
 def _keeping(convert: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(convert)
-    def keeping(cls: Any, value: Any) -> Any:
+    def keeping(cls: type, value: Any) -> Any:
         converted = convert(cls, value)
         _add_options(converted, value)
         # A model config of Bridge may hold Megatron's as `transformer`, and convert it by itself.

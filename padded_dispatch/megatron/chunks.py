@@ -74,10 +74,11 @@ def join(
     return chunk, [chunk.store.add(dispatch_config) for _ in range(num_calls)]
 
 
-def num_repeats(config: Any, number: int) -> int:
+def num_repeats(config: TransformerConfig, number: int) -> int:
     """Return how often a forward pass runs a layer, which multi-token prediction may repeat."""
-    is_repeated = number > config.num_layers and getattr(config, "mtp_use_repeated_layer", False)
-    return config.mtp_num_layers if is_repeated else 1
+    if number > config.num_layers and getattr(config, "mtp_use_repeated_layer", False):
+        return config.mtp_num_layers or 1
+    return 1
 
 
 def _place(

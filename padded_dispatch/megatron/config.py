@@ -32,7 +32,7 @@ from padded_dispatch.utils.logs import log_once
 # The value of `moe_token_dispatcher_type` for this dispatcher.
 NAME = "padded_alltoall"
 
-_FIELDS: Any = TransformerConfig.__dataclass_fields__
+_FIELDS = TransformerConfig.__dataclass_fields__
 MOE_FIELDS = tuple(name for name in _FIELDS if name.startswith("moe_"))
 
 # Fields of `DispatchConfig`, and the fields of Megatron's config that set them.

@@ -56,7 +56,7 @@ class _CudaMeansCpu(TorchFunctionMode):
     """A mode in which tensors that are meant for "cuda" are made on the CPU."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]

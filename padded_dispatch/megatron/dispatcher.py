@@ -432,13 +432,14 @@ def is_padded(module: object) -> bool:
     return isinstance(getattr(module, "token_dispatcher", None), PaddedAlltoAllTokenDispatcher)
 
 
-def is_chunks(chunks: Any) -> bool:
+def is_chunks(chunks: object) -> bool:
     """Return whether `chunks` is a list with a module for each chunk of a model."""
-    is_list = isinstance(chunks, list | tuple) and len(chunks) > 0
-    return is_list and all(isinstance(chunk, torch.nn.Module) for chunk in chunks)
+    if not isinstance(chunks, list | tuple) or len(chunks) == 0:
+        return False
+    return all(isinstance(chunk, torch.nn.Module) for chunk in chunks)
 
 
-def require_chunks(chunks: Any) -> None:
+def require_chunks(chunks: object) -> None:
     """Raise unless `is_chunks`.
 
     Raises:

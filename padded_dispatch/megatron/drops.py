@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from padded_dispatch.megatron.compat import capturing
 from padded_dispatch.megatron.telemetry import (
@@ -36,7 +37,7 @@ class Drops:
 
     def __init__(self) -> None:
         self.layers: list[Any] = []
-        self.first: Any = None
+        self.first: object = None
         self._reader: Reader | None = None
         self._pending: Copy | None = None
 
@@ -77,7 +78,7 @@ _groups: weakref.WeakSet[Drops] = weakref.WeakSet()
 _joining: weakref.ref[Drops] | None = None  # The group that the next new layer joins.
 
 
-def see_pass(layer: Any) -> None:
+def see_pass(layer: MoELayer) -> None:
     """Take note of a training pass of a MoE layer, eager or replayed, before it runs.
 
     Of a pass that backward recomputes, the second run is noted. A capture is no pass.
@@ -102,7 +103,7 @@ def see_pass(layer: Any) -> None:
         group.look()
 
 
-def see_iteration(model: Any) -> None:
+def see_iteration(model: object) -> None:
     """Take note of the replay of a graph of a whole step, which runs no Python of the layers."""
     layers = padded_moe_layers(model if isinstance(model, list) else [model]).values()
     groups = (vars(layer.token_dispatcher).get("drops") for layer in layers)

@@ -50,7 +50,7 @@ def check_random_states(device: torch.device) -> None:
     )
 
 
-def _check_chunks(chunks: Any) -> None:
+def _check_chunks(chunks: list[Any]) -> None:
     """Raise unless each chunk is in a wrapper of Megatron's, which zeroes and reduces gradients."""
     require_chunks(chunks)
     bare = [type(chunk).__name__ for chunk in chunks if not hasattr(chunk, "ddp_config")]
@@ -97,7 +97,7 @@ class LayerGraphs:
         )
         check_random_states(device_of(chunks))
         self._chunks = chunks
-        helper: Any = cuda_graphs.TECudaGraphHelper
+        helper = cuda_graphs.TECudaGraphHelper
         arguments = chunks, config, seq_length, micro_batch
         # A helper captures once: its capture overwrites `num_model_chunks`, which a second one
         # would take for the model's.
@@ -235,7 +235,7 @@ class IterationGraph:
         self._sizes = ()
 
 
-def release(helper: Any) -> None:
+def release(helper: cuda_graphs.TECudaGraphHelper) -> None:
     """Delete the graphs of Megatron's TECudaGraphHelper, and the stores that they use."""
     helper.delete_cuda_graphs()
     guard.release_stores(guard.padded_layers(helper.model), captured=True)

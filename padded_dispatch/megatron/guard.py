@@ -28,6 +28,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 from padded_dispatch.config import require
 from padded_dispatch.megatron import drops, masks
@@ -79,7 +80,7 @@ def release_stores(layers: list[Any], *, captured: bool) -> None:
 
 def forget_iterations() -> None:
     """Free Megatron's graphs of a step and of an evaluation; next calls warm up, then capture."""
-    wrapper: Any = FullCudaGraphWrapper
+    wrapper = FullCudaGraphWrapper
     # Not by `reset_cuda_graph`, which is new in 0.18 and keeps the buffers of the batches.
     for stage in ("training", "validation"):
         wrapper.cuda_graph[stage] = wrapper.result[stage] = None
@@ -181,7 +182,7 @@ def _capture(
 
 def _wrap_capture(create: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(create)
-    def clean_create(helper: Any) -> None:
+    def clean_create(helper: TECudaGraphHelper) -> None:
         if not is_ours(helper.config):
             return create(helper)
         layers = padded_layers(helper.model)
@@ -211,7 +212,7 @@ def _replay(
 
 
 def _state_of_call(
-    layer: TransformerLayer, hidden_states: Any, num_microbatches: int
+    layer: TransformerLayer, hidden_states: Tensor, num_microbatches: int
 ) -> tuple[Any, ...]:
     return hidden_states.shape, hidden_states.dtype, num_microbatches, *state_of(layer)
 
@@ -222,7 +223,7 @@ def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
-    def checked_load(loader: Any, inputs: Any, stage: str, microbatch: int) -> Any:
+    def checked_load(loader: StaticBufferLoader, inputs: Any, stage: str, microbatch: int) -> Any:
         held, graph = loader.static_buffers[stage], FullCudaGraphWrapper.cuda_graph[stage]
         if microbatch < len(held):
             batch, before = inputs[0] if isinstance(inputs, tuple) else inputs, held[microbatch]
@@ -237,7 +238,7 @@ def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_iteration(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
-    def seen_iteration(wrapper: Any, *args: object, **kwargs: object) -> Any:
+    def seen_iteration(wrapper: FullCudaGraphWrapper, *args: object, **kwargs: object) -> Any:
         results = run(wrapper, *args, **kwargs)
         if not kwargs["forward_only"] and wrapper.cuda_graph["training"] is not None:
             drops.see_iteration(kwargs["model"])

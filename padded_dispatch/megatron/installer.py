@@ -63,7 +63,7 @@ def uninstall() -> None:
 
 def _wrap_init(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def padded_init(self: Any, config: Any, *args: object, **kwargs: Any) -> None:
+    def padded_init(self: MoELayer, config: Any, *args: object, **kwargs: Any) -> None:
         if _options is not None and config.moe_token_dispatcher_type == NAME:
             if not hasattr(config, "padded_dispatch"):  # Made before `install`.
                 config.padded_dispatch = _options

@@ -39,7 +39,7 @@ def build(
     init: Callable[..., None],
     layer: Any,
     config: TransformerConfig,
-    *args: Any,
+    *args: object,
     pg_collection: ProcessGroupCollection | None = None,
     **kwargs: Any,
 ) -> None:

@@ -12,12 +12,14 @@ machine). It zeroes gradients and rewinds the data before each attempt. So `Retr
 attempt as a step, and the hooks count all of them as one.
 """
 
+import argparse
 import functools
 import inspect
 import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -70,7 +72,7 @@ class _Settings:
     tensorboard: Any
     wandb: Any
     counting: tuple[Any, ...] = ()
-    flags: Any = None
+    flags: argparse.Namespace | None = None
 
     def ends_with(self, step: int) -> bool:
         """Return whether the run ends with this step, as far as its settings show."""
@@ -79,7 +81,7 @@ class _Settings:
         return all(s in self.left_out for s in rest) or (bool(every) and step % every == 0)
 
 
-def _of_megatron_lm(module: Any, arguments: dict[str, Any]) -> _Settings:
+def _of_megatron_lm(module: ModuleType, arguments: dict[str, Any]) -> _Settings:
     args = module.get_args()
     return _Settings(
         steps_done=args.curr_iteration,
@@ -95,7 +97,7 @@ def _of_megatron_lm(module: Any, arguments: dict[str, Any]) -> _Settings:
     )
 
 
-def _of_bridge(module: Any, arguments: dict[str, Any]) -> _Settings:
+def _of_bridge(module: ModuleType, arguments: dict[str, Any]) -> _Settings:
     state = arguments["global_state"]
     config, train = state.cfg, state.cfg.train
     return _Settings(
@@ -114,7 +116,7 @@ def _of_bridge(module: Any, arguments: dict[str, Any]) -> _Settings:
 
 
 # How to read the settings of each module with a loop.
-_LOOPS: dict[str, Callable[[Any, dict[str, Any]], _Settings]] = {
+_LOOPS: dict[str, Callable[[ModuleType, dict[str, Any]], _Settings]] = {
     MEGATRON_LM: _of_megatron_lm,
     BRIDGE: _of_bridge,
 }
@@ -123,7 +125,7 @@ _LOOPS: dict[str, Callable[[Any, dict[str, Any]], _Settings]] = {
 def follow_loops() -> None:
     """Wrap the loops whose modules are imported; do nothing with those wrapped already."""
     for name, read in _LOOPS.items():
-        module: Any = sys.modules.get(name)
+        module = sys.modules.get(name)
         if module is None or getattr(module.__spec__, "_initializing", False):
             continue  # Not imported, or only in part.
         loop = _Loop(functools.partial(read, module))
@@ -193,7 +195,7 @@ class _Loop:
         if run is not None:
             run.finish(settings)
 
-    def _run_of(self, chunks: list[Any], optimizer: Any, settings: _Settings) -> "_Run | None":
+    def _run_of(self, chunks: list[Any], optimizer: object, settings: _Settings) -> "_Run | None":
         """Return the run of a model, a new one for another model; None without padded layers.
 
         A dense model may have our dispatcher's name in its config. The config of a pipeline stage
@@ -320,7 +322,7 @@ def _flush(settings: _Settings) -> None:
         settings.tensorboard.flush()
 
 
-def _check_flags(args: Any, config: TransformerConfig, *, packed: bool) -> None:
+def _check_flags(args: argparse.Namespace, config: TransformerConfig, *, packed: bool) -> None:
     """Raise if a flag of Megatron-LM's cannot work with padded layers, or with packed experts."""
     fixes = {"tokens_per_expert": "set --padded-trace FOLDER to record what routers choose"}
     if packed:

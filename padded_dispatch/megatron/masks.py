@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -108,7 +109,7 @@ def _mlp_with(layer: TransformerLayer, mask_BS: Tensor) -> Iterator[None]:
         yield
 
 
-def check_packed(layer: TransformerLayer, packed_seq_params: Any) -> None:
+def check_packed(layer: TransformerLayer, packed_seq_params: PackedSeqParams | None) -> None:
     """Raise if graphs of this layer would ignore these sequences in training.
 
     With `tokens_per_sample` (0.19 and later) Megatron rearranges flattened samples for the MoE

@@ -74,7 +74,7 @@ def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda text: None if text in ("", "none") else read(text)
 
 
-def _option(default: Any, help: str, **metadata: Any) -> Any:
+def _option(default: object, help: str, **metadata: Any) -> Any:
     """Return a dataclass field with what its flag and its row in the table need."""
     metadata |= {"help": help}
     if default == {}:
@@ -187,7 +187,7 @@ class PaddedOptions:
 
 def _naming_unknown(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def checked(self: PaddedOptions, **given: Any) -> None:
+    def checked(self: PaddedOptions, **given: object) -> None:
         for name in given.keys() - {*_NAMES}:
             fix = similar(name, _NAMES, f"they are {', '.join(_NAMES)}")
             require(False, "PaddedOptions", name, "get options that it has", fix)

@@ -237,7 +237,7 @@ class _StepStart:
         self._random.restore()
 
 
-def _numbers_of(thing: Any) -> dict[str, Any]:
+def _numbers_of(thing: object) -> dict[str, Any]:
     """Return the attributes of an object that are numbers."""
     return {name: value for name, value in vars(thing).items() if type(value) in (int, float, bool)}
 
@@ -253,7 +253,7 @@ def without_graphs(chunks: list[Any]) -> Iterator[None]:
         yield
 
 
-def uncaptured(forward_backward_func: Any) -> Callable[..., list[Any]]:
+def uncaptured(forward_backward_func: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """Return a function that runs the passes of a step without a graph of the whole step.
 
     Args:
@@ -316,7 +316,7 @@ class RecordedMicrobatches:
     that they had after the first. Other attributes are those of `source`.
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
         self._recorded: list[tuple[Any, tuple[Any, ...]]] = []
 
@@ -357,7 +357,7 @@ def replay(recorded: Any) -> Any:
     return None if recorded is None else recorded.replay()
 
 
-def _copy(microbatch: Any) -> Any:
+def _copy(microbatch: object) -> Any:
     """Copy a microbatch with all that it holds, except process groups, which stay the same.
 
     Raises:

@@ -26,7 +26,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -207,7 +207,7 @@ class StackedLinear(nn.Module):
         axis = self.partition_dim if parameter.dim() == 3 else 0  # A bias has one axis.
         split, num_splits = self.split
 
-        def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        def build(key: str, data: Tensor, replica_id: ReplicaId, flattened_range: object) -> Any:
             if flattened_range is not None:
                 raise ValueError(
                     "the distributed optimizer's checkpoint must keep parameters whole, got "
@@ -271,7 +271,7 @@ def following_zeros(zero_grad_buffer: Callable[[Any], None]) -> Callable[[Any], 
     return zero
 
 
-def has_own_weights(chunks: list[Any], optimizer: Any) -> bool:
+def has_own_weights(chunks: list[Any], optimizer: object) -> bool:
     """Return whether a distributed optimizer holds the weights of the experts of MoE layers.
 
     A checkpoint in the format `dp_reshardable` holds the optimizer's buffers as they lie in memory.
@@ -301,7 +301,7 @@ def has_own_weights(chunks: list[Any], optimizer: Any) -> bool:
     return True
 
 
-def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: object) -> None:
     for name, parameter in linear.named_parameters():
         if isinstance(parameter, DTensor) and not hasattr(parameter, "__fsdp_param__"):
             continue  # torch's FSDP: a rank holds some of the experts.
