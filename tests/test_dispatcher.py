@@ -222,6 +222,15 @@ def test_collectives_that_were_asked_for_are_taken(device):
     assert isinstance(exchange, Collectives) and reason == 'exchange="alltoall" was asked for'
 
 
+def test_a_pass_behind_one_that_broke_off_is_refused(monkeypatch):
+    dispatcher = PaddedDispatcher(config_of("cells"))
+    given = torch.zeros(1, 3), torch.zeros(1, 2), torch.zeros(1, 2) > 0
+    dispatcher.dispatch(*given)
+    monkeypatch.setattr(Collectives, "broke_off", lambda exchange: True)
+    with pytest.raises(ValueError, match=r"^the pass before this one must run to its end"):
+        dispatcher.dispatch(*given)
+
+
 def test_experts_and_cells_have_an_exchange_each(monkeypatch):
     chosen = Mock(side_effect=choose)
     monkeypatch.setattr(padded_dispatch.dispatcher, "choose", chosen)

@@ -110,16 +110,28 @@ def test_layers_share_memory_and_a_larger_shape_gets_more():
 
 def _does_not_fit() -> str:
     with pytest.raises(ValueError) as refused:
-        buffers_for(dist.group.WORLD, _shape(2**22, width=2**10), torch.device("cpu"))
+        buffers_for(dist.group.WORLD, _shape(2**16, width=2**10), torch.device("cpu"))
+    return str(refused.value)
+
+
+def _does_not_fit_inside_of_a_host() -> str:
+    layer = dataclasses.replace(SMALL, machines="aabb")
+    with pytest.raises(ValueError) as refused:
+        forward(layer.direct(CPU), layer, make_inputs(layer, "uniform", 0, CPU))
     return str(refused.value)
 
 
 def test_buffers_that_do_not_fit_are_refused_on_all_ranks():
-    with patch.object(symmetric_memory, "_free_bytes", lambda device: 2**30):
+    """Of all hosts, if they do not fit on one rank of one."""
+    free = lambda device: 2 ** (40 - 12 * dist.get_rank())  # noqa: E731
+    with patch.object(symmetric_memory, "_free_bytes", free):
         for message in run_on_threads(2, _does_not_fit):
             assert message.startswith("the buffers of exchange='direct' must fit on every rank")
-            assert "got 24.22 GiB for Shape(num_slots=4194304, " in message
-            assert "1.00 GiB free; lower the number of tokens per rank, or set" in message
+            assert "got 0.38 GiB for Shape(num_slots=65536, " in message
+            assert "0.25 GiB free; lower the number of tokens per rank, or set" in message
+        with ranks_on("aabb"):
+            found = run_on_threads(4, _does_not_fit_inside_of_a_host)
+    assert len({*found}) == 1 and "a rank with 0.00 GiB free; lower" in found[0]
 
 
 def test_a_new_shape_in_a_capture_is_refused():

@@ -16,7 +16,7 @@ from torch import Tensor
 from padded_dispatch import DispatchConfig
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.exchange import choose
-from padded_dispatch.exchange.collectives import Arrived, Values
+from padded_dispatch.exchange.collectives import Arrived, Collectives, Values
 from padded_dispatch.exchange.rails import Rails, plan_of_host
 from padded_dispatch.routing import make_plan
 from tests.support import reference
@@ -60,6 +60,21 @@ def test_layers_are_the_oracle(machines):
 def test_every_setting_is_the_oracle(changes, recompute):
     case = make_case(config_of(4, **changes), ["thin", "hot"], machines="abba", num_tokens=9)
     check(case, "store", recompute)
+
+
+@pytest.mark.parametrize(("machines", "again"), [("aaaa", False), ("aabb", True)])
+def test_tokens_are_sent_again_inside_of_hosts(monkeypatch, machines, again):
+    """Three others of one host are fewer than 1.5 * 3 * 0.75, so they are kept there."""
+    found, start = [], Collectives.start
+
+    def noted(exchange: Collectives, *given: Any, sends_again: bool = False) -> Any:
+        found.append((exchange.num_ranks, sends_again))
+        return start(exchange, *given, sends_again=sends_again)
+
+    monkeypatch.setattr(Collectives, "start", noted)
+    check(make_case(config_of(4), ["thin"], machines=machines), "store")
+    # A rail of two ranks, around the exchange of the two of a host.
+    assert {*found} == ({(2, False), (2, True)} if again else {(4, False)})
 
 
 @pytest.mark.parametrize("pool", ["cells", "padded"])
