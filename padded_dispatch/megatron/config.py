@@ -171,20 +171,18 @@ def check_config(config: TransformerConfig) -> None:
 
 def _refused_graphs(config: TransformerConfig) -> list[str]:
     """Return one line per setting that the config's CUDA graphs of layers do not support."""
-    impl = _read(config, "cuda_graph_impl")
-    if captures_iteration(config):
+    if not _read(config, "quant_recipe") or captures_iteration(config):
         return []
-    captures_experts, lines = captures(config, "moe"), []
-    quantizes = _read(config, "fp8") or _read(config, "fp4")
-    captures_quantization = quantizes or _read(config, "disable_parameter_transpose_cache")
-    if captures_experts and _read(config, "quant_recipe") and not captures_quantization:
-        lines.append(
-            f"  quant_recipe with experts in a CUDA graph (cuda_graph_impl={impl!r}), without "
-            "fp8 or fp4: Megatron then captures no quantization of weights, so replays would go on "
-            "with those of the capture. Remedy: set fp8 or fp4, or "
-            "disable_parameter_transpose_cache=True."
-        )
-    return lines
+    if not captures(config, "moe"):
+        return []
+    if any(_read(config, name) for name in ("fp8", "fp4", "disable_parameter_transpose_cache")):
+        return []  # Megatron then captures the quantization of weights.
+    return [
+        f"  quant_recipe with experts in a CUDA graph (cuda_graph_impl={config.cuda_graph_impl!r}),"
+        " without fp8 or fp4: Megatron then captures no quantization of weights, so replays would "
+        "go on with those of the capture. Remedy: set fp8 or fp4, or "
+        "disable_parameter_transpose_cache=True."
+    ]
 
 
 def take_over(config: TransformerConfig) -> None:

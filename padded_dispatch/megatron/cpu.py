@@ -2,8 +2,8 @@
 
 Megatron-Core 0.16.1 to 0.20 asks for the current CUDA device, for CUDA streams and for the CUDA
 random state in places where a CPU would do as well. Inside `megatron_on_cpu()` tensors that are
-meant for "cuda" are made on the CPU, streams and profiler ranges do nothing, the CPU's generator
-stands in for CUDA's, and tensors have the names of types that Megatron's optimizer accepts.
+meant for "cuda" are made on the CPU, streams do nothing, the CPU's generator stands in for CUDA's,
+and tensors have the names of types that Megatron's optimizer accepts.
 
 Three things still need a GPU: Transformer Engine's layers (use the local spec with
 `moe_grouped_gemm=False`); Megatron's distributed checkpoints; tensor parallelism in a whole model,
@@ -41,11 +41,6 @@ class _Stream:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: _Stream()
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        """Return the lowest and the highest priority, which are the same."""
-        return 0, 0
 
     def elapsed_time(self, end: "_Stream") -> float:
         """Return the milliseconds between two recorded events; text generation reports them."""
@@ -118,10 +113,7 @@ def megatron_on_cpu() -> Iterator[None]:
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch.cuda, "Stream", _Stream),
         (torch.cuda, "Event", _Stream),
-        (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch.Tensor, "type", _type_on_gpus),
-        (torch.cuda.nvtx, "range_push", lambda name: 0),
-        (torch.cuda.nvtx, "range_pop", lambda: 0),
         (torch.cuda, "stream", lambda stream: nullcontext()),
         (torch.cuda, "current_stream", _Stream),
         (torch.cuda, "default_stream", _Stream),
