@@ -57,7 +57,7 @@ class Case:
     """A model with a layer for each routing, whose experts are those of `ranks` ranks, or of `etp`.
 
     `slots`: P, which may be more than the tokens: other ranks have more. `capacity`: with cells, C,
-    and P is L * C. `again`: tokens are sent again also where the config would keep them.
+    and P is L * C. `again`: whether tokens are sent again; None: as the config says.
     `machines`: a letter for the machine of each rank; "" for one machine.
     """
 
@@ -75,7 +75,7 @@ class Case:
     slots: int = TOKENS
     capacity: int = 0
     local_experts: int = 3
-    again: bool = False
+    again: bool | None = None
     machines: str = ""
 
     @property
@@ -133,7 +133,9 @@ class Model:
             capacity = case.capacity or case.tokens
             map_TE = select(asked_TE, probs_TE, capacity=capacity).kept_TE
             plan = make_plan(map_TE, top_k=2)
-            again = case.again or case.config.sends_again(self.exchange.num_hosts)
+            again = case.again
+            if again is None:
+                again = case.config.sends_again(self.exchange.num_hosts)
             wire = self.exchange.start(plan, hidden_TD, case.slots, sends_again=again)
             prob_TK = choice_probs(probs_TE, plan.expert_TK)
             take_room = room or partial(self.store.take, [number], case.tokens)
@@ -418,6 +420,27 @@ def _see(tensor: Tensor) -> Tensor:
     return tensor if live is None else live.see(tensor)
 
 
+def _behind_another_pass(case: Case, runs: bool) -> dict[str, Tensor]:
+    """A pass without gradients, which may run before backward, has rows for all choices at home."""
+    model, first = Model(case), case.local_experts * dist.get_rank()
+    out_TD = model.forward()
+    if runs:
+        model.maps_YTE = [torch.zeros_like(map_TE) for map_TE in model.maps_YTE]
+        for map_TE in model.maps_YTE:
+            map_TE[:, first : first + 2] = True
+        with torch.no_grad():
+            model.forward(partial(scratch, case.config, case.tokens))
+    out_TD.backward(model.grad_TD)
+    return model.gradients()
+
+
+def test_rows_without_room_add_nothing_behind_any_pass():
+    """Their places at home hold what another pass has left there."""
+    case = Case(ranks=6, routings=("one rank",), exchange="direct", tokens=3, local_experts=2)
+    found, expected = (on_ranks(case, _behind_another_pass, runs=runs) for runs in (True, False))
+    assert not any(map(differences, found, expected))
+
+
 def _routes_otherwise_again(case: Case, recompute: bool) -> dict[str, Tensor]:
     """The first token chooses other experts from the second pass on, which alone is right."""
     model = Model(case)
@@ -664,15 +687,16 @@ def test_backward_passes_in_the_order_of_forward_passes(experts: Any):
     """As with a loss for each layer: the rows of a layer behind stay."""
     case, found = Case(routings=("full", "hot"), factor=2.0), []
     for in_order in (False, True):
-        model, outs = Model(case, experts.run), []
+        model, outs, lasts = Model(case, experts.run), [], []
         with poisoned_memory():
             for number in range(2):
                 outs.append(model.forward(numbers=[number]))
                 model.tokens_TD = outs[-1].detach()
             for out_TD in outs if in_order else reversed(outs):
                 out_TD.backward(model.grad_TD)
+                lasts += [stack.last for stack in model.store._stacks]
         assert stacks_are_empty(model.store) != in_order
-        assert [stack.last for stack in model.store._stacks] == [-1]  # The next pass begins at 0.
+        assert lasts == ([1, -1] if in_order else [0, -1])  # Then the next pass begins at 0.
         found.append(model.gradients())
     assert differences(*found) == []
 
