@@ -254,17 +254,27 @@ def test_bits_do_not_depend_on_the_factor(exchange: str, kind: dict[str, Any]):
     assert not any(map(differences, few, many))
 
 
+_OVERFLOWS, _HOLDS, _FROZEN = (0.01, False), (2.0, False), (0.3, True)  # factors; frozen fc1
+
+
 @pytest.mark.parametrize(
-    ("machines", "routing"),
-    [("aa", "hot"), ("aa", "one rank"), ("aa", "idle source"), ("abba", "hot")],
+    ("machines", "routing", "kinds"),
+    [
+        ("aa", "hot", [_OVERFLOWS, _HOLDS, _FROZEN]),
+        ("aa", "one rank", [_OVERFLOWS]),
+        ("aa", "idle source", [_HOLDS]),
+        ("abba", "hot", [_OVERFLOWS, _FROZEN]),
+    ],
 )
 @pytest.mark.parametrize("exchange", ["alltoall", "direct"])
-def test_bits_do_not_depend_on_what_is_sent_again(machines: str, exchange: str, routing: str):
+def test_bits_do_not_depend_on_what_is_sent_again(
+    machines: str, exchange: str, routing: str, kinds: list[tuple[float, bool]]
+):
     """Stores that overflow and such that do not, a frozen fc1 on all ranks; with a rail, too."""
     how: dict[str, Any] = {"exchange": exchange, "ranks": len(machines), **SMALL}
     if len(set(machines)) > 1:
         how["machines"] = machines
-    for factor, frozen in ((0.01, False), (2.0, False), (0.3, True)):
+    for factor, frozen in kinds:
         case = Case(routings=(routing, "full"), factor=factor, frozen=frozen, **how)
         with poisoned_memory():
             cases = (dataclasses.replace(case, again=again) for again in (False, True))
