@@ -46,11 +46,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.profiler import ProfilerActivity, profile
 
 from padded_dispatch import Activation, DispatchConfig, ExpertWeights, PaddedDispatcher
 from padded_dispatch.bench.cases import MODELS
-from padded_dispatch.bench.measure import sm_mhz
+from padded_dispatch.bench.measure import kernels_us, sm_mhz
 from padded_dispatch.exchange.symmetric_memory import allocated_gib
 from padded_dispatch.utils.results import about, append_run, require_results
 
@@ -298,14 +297,7 @@ def timed(run: Callable[[], object]) -> Row:
 
 def kernels(run: Callable[[], object]) -> list[Row]:
     """Return count and microseconds by kernel name in a pass, longest first."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(PROFILED):
-            run()
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = {}
-    for event in profiler.events() or []:
-        if event.device_type.name == "CUDA" and not event.is_user_annotation:
-            found.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    found = kernels_us(lambda _: run(), PROFILED, torch.device("cuda"))
     sums = {name: (len(us) / PROFILED, round(sum(us) / PROFILED, 2)) for name, us in found.items()}
     longest = sorted(sums.items(), key=lambda item: -item[1][1])
     return [{"name": name, "count": count, "us": us} for name, (count, us) in longest]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from notebooks import rivals
+from padded_dispatch.bench import measure
 
 
 class OffByAThousandth(rivals.Torch):
@@ -52,7 +53,7 @@ def test_kernels_are_of_one_pass_and_longest_first(monkeypatch):
     one = [event("small", 1), event("small", 2), event("product", 40), event("launch", 9, "CPU")]
     events = one * rivals.PROFILED + [event("range", 99, annotation=True)]
     profiler = SimpleNamespace(events=lambda: events)
-    monkeypatch.setattr(rivals, "profile", lambda activities: nullcontext(profiler))
+    monkeypatch.setattr(measure, "profile", lambda activities: nullcontext(profiler))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     passes: list[int] = []
     assert rivals.kernels(lambda: passes.append(1)) == [

@@ -207,17 +207,25 @@ def kernels_ms(run: Callable[[int], object], device: torch.device) -> dict[str, 
     Concurrent kernels each count in full, so the sum may exceed wall time. A collective call.
     """
     _meet(device)
+    us_of = kernels_us(run, _PROFILED, device)
+    sums = {name: sum(us) / 1e3 / _PROFILED for name, us in us_of.items()}
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def kernels_us(
+    run: Callable[[int], object], times: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Profile iterations, numbered from 0; return microseconds of each kernel, by its name."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for number in range(_PROFILED):
+        for number in range(times):
             run(number)
         _synchronize(device)
     events: Any = profiler.events()
-    sums: dict[str, float] = {}
+    found: dict[str, list[float]] = {}
     for event in events:
         if event.device_type.name == "CUDA" and not event.is_user_annotation:
-            ms = (event.time_range.end - event.time_range.start) / 1e3 / _PROFILED
-            sums[event.name] = sums.get(event.name, 0.0) + ms
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+            found.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    return found
 
 
 def _meet(device: torch.device) -> None:
