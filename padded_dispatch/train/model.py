@@ -2,14 +2,14 @@
 
 There is one chunk per (virtual) pipeline stage. On GPUs it runs in bf16 with Transformer Engine's
 layers and grouped experts, and Megatron's distributed optimizer; on CPUs in fp32 with Megatron's
-local layers, one expert after the other, and PyTorch's AdamW. On CPUs it is a HybridModel from 0.19
-on: attention and experts are layers of their own, so Megatron counts twice as many.
+local layers, one expert after the other, and PyTorch's AdamW. From 0.19 on it is a HybridModel:
+attention and experts are layers of their own, so Megatron counts twice as many.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -113,9 +113,9 @@ def build_chunks(settings: Settings, config: TransformerConfig) -> list[Any]:
         grad_reduce_in_fp32=True, use_distributed_optimizer=on_gpu
     )
     build: Any = functools.partial(GPTModel, config, spec := _layer_spec(settings))
-    if _is_hybrid(settings):
-        pattern, kind = layer_pattern(settings), cast("Any", HYBRID_MODEL)
-        build = functools.partial(kind, config, hybrid_stack(spec), hybrid_layer_pattern=pattern)
+    if HYBRID_MODEL is not None:
+        stack, pattern = hybrid_stack(spec), layer_pattern(settings)
+        build = functools.partial(HYBRID_MODEL, config, stack, hybrid_layer_pattern=pattern)
     chunks = []
     for stage in range(settings.layout.vpp or 1):
         vp_stage = stage if settings.layout.vpp else None
@@ -174,13 +174,8 @@ def _layer_spec(settings: Settings) -> Any:
     return get_gpt_layer_local_spec(normalization="RMSNorm", **options)
 
 
-def _is_hybrid(settings: Settings) -> bool:
-    """Return whether a HybridModel is built; not on GPUs, where its graphs have yet to be run."""
-    return HYBRID_MODEL is not None and settings.layout.device == "cpu"
-
-
 def _num_layers(settings: Settings) -> dict[str, Any]:
-    if not _is_hybrid(settings):
+    if HYBRID_MODEL is None:
         return {"num_layers": settings.recipe.num_layers}
     return {"num_layers": 2 * settings.recipe.num_layers, "is_hybrid_model": True}
 

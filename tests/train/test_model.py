@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from padded_dispatch.megatron import padded_spec
+from padded_dispatch.megatron import padded_spec, uninstall
 from padded_dispatch.megatron.compat import HYBRID_MODEL
 from padded_dispatch.train.model import (
     build_optimizer,
@@ -23,6 +23,7 @@ from padded_dispatch.train.model import (
     hybrid_stack,
     layer_pattern,
     learning_rate,
+    transformer_config,
 )
 from padded_dispatch.train.settings import PRESETS, Settings
 from tests.support import tiny
@@ -138,6 +139,15 @@ def test_fusions_are_on_for_all_contenders_where_they_exist():
         settings = dataclasses.replace(settings, model=model or settings.model)
         assert fusions(settings) == dict(zip(names, expected, strict=True))
     assert fusions(parse(["--device", "cpu", "--workers", "2"])) == {}
+
+
+def test_a_layer_of_the_model_is_two_of_a_hybrid_model_on_each_device():
+    times = 1 if HYBRID_MODEL is None else 2
+    for settings in (parse(["--device", "cpu"]), on_a_gpu("none")):
+        config = transformer_config(settings)
+        uninstall()
+        assert config.num_layers == times * settings.recipe.num_layers
+        assert config.is_hybrid_model == (times == 2)
 
 
 @pytest.mark.parametrize(
