@@ -553,8 +553,9 @@ def _across_hosts(replays: int) -> Iterator[Row]:
     two: dict[str, Any] = {"machines": "aabb", "ranks": 4, "ep": 4}
     again = {"options": packed, "fields": RECOMPUTE, "microbatches": 3}
     yield _replay("hosts aabb, recompute moe", scopes=("moe",), **again, **two)
-    yield _replay("hosts aabb, all rows to one rank", idle="others", options=packed, **two)
-    yield _replay("hosts aabb, a rank without tokens", idle="rank", options=packed, **two)
+    biased = {"options": packed, "gpt_oss": True, **two}
+    yield _replay("hosts aabb, all rows to one rank", idle="others", **biased)
+    yield _replay("hosts aabb, a rank without tokens", idle="rank", **biased)
     yield _retry("hosts aabb", microbatches=3, **two)
     steps = 10 * replays  # Behind rails tokens are sent again.
     given = {"case": with_changes(Model(graph="layer", options=packed), two), "ranks": 4}

@@ -110,6 +110,9 @@ class Model(Sizes):
     batch: int = 2
     seq: int = 10
 
+    def __post_init__(self) -> None:
+        assert self.gpt_oss or self.idle == "none", "only GPT-OSS has a bias in its router"
+
 
 # For steps that are repeated: every step drops, and everything that draws, draws.
 RETRIED = Model(
