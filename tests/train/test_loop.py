@@ -293,7 +293,7 @@ def test_layers_are_captured_ahead_of_the_first_step_that_is_not_eager(monkeypat
             trainer.step(number)
             events.append(number)
             assert schedule.call_count == number
-    sizes = {"seq_length": 64, "micro_batch": 8, "optimizers": (trainer.optimizer,)}
+    sizes = {"seq_length": 128, "micro_batch": 8, "optimizers": (trainer.optimizer,)}
     assert events == [("__init__", sizes), 1, 2, 3, ("capture", {}), 4, 5]
 
 

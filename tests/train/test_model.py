@@ -36,13 +36,14 @@ SCOPES = (
 )
 
 
-def on_a_gpu(graph: str, dispatcher: str = "padded_alltoall") -> Settings:
+def on_a_gpu(graph: str, dispatcher: str = "padded_alltoall", seq_length: int = 128) -> Settings:
     factor = 1.25 if dispatcher in ("padded_alltoall", "alltoall-drop-pad") else None
     settings, replace = parse(["--device", "cpu", "--workers", "2"]), dataclasses.replace
     changes: dict[str, Any] = {"dispatcher": dispatcher, "capacity_factor": factor}
     captured: Any = {"graph": graph}
     return replace(
         settings,
+        recipe=replace(settings.recipe, seq_length=seq_length),
         dispatch=replace(settings.dispatch, **changes),
         layout=replace(settings.layout, device="cuda"),
         output=replace(settings.output, **captured),
@@ -107,6 +108,14 @@ def test_stock_dispatchers_refuse_what_they_cannot_capture(dispatcher, possible)
         words = f"{' or '.join(possible)} with --dispatcher {dispatcher}, got {graph!r}"
         with pytest.raises(ValueError, match=f"^--graph must be {words}$"):
             on_a_gpu(graph, dispatcher)
+
+
+def test_a_graph_of_a_whole_step_refuses_lengths_that_attention_cannot_take():
+    words = "--seq-length must be a multiple of 128 with --graph full-iteration, got 192; set 128"
+    with pytest.raises(ValueError, match=f"^{words} or more, or --graph layer$"):
+        on_a_gpu("full-iteration", seq_length=192)
+    assert on_a_gpu("full-iteration", seq_length=256).recipe.seq_length == 256
+    assert on_a_gpu("layer", seq_length=64).recipe.seq_length == 64
 
 
 def test_graphs_set_fields_of_the_config():
