@@ -374,8 +374,9 @@ def _given(**changes: Any) -> list[Any]:
     made: dict[str, Any] = {"tokens": torch.zeros(3, 3), "probs": torch.zeros(3, 4)}
     made |= {"map": torch.zeros(3, 4) > 0, "activation": Activation()}
     shapes = {"fc1_LGD": (4, 2, 3), "fc2_LDF": (4, 3, 1)}
-    made["weights"] = ExpertWeights(**{name: torch.zeros(size) for name, size in shapes.items()})
-    made |= changes
+    weights: dict[str, Any] = {name: torch.zeros(size) for name, size in shapes.items()}
+    weights |= {name: value for name, value in changes.items() if name.startswith("fc")}
+    made |= {"weights": ExpertWeights(**weights)} | changes
     return [made[name] for name in ("tokens", "probs", "map", "weights", "activation")]
 
 
@@ -389,6 +390,15 @@ def _given(**changes: Any) -> list[Any]:
         (
             {"weights": None},
             "weights must be a tensor, or ExpertWeights of tensors, got 'NoneType'",
+        ),
+        (
+            {"fc1_LGD": None},
+            "fc1_LGD must be a tensor, or ExpertWeights of tensors, got 'NoneType'",
+        ),
+        ({"fc2_LDF": [0.0]}, "fc2_LDF must be a tensor, or ExpertWeights of tensors, got 'list'"),
+        (
+            {"fc2_bias_LD": [0.0]},
+            "fc2_bias_LD must be a tensor, or ExpertWeights of tensors, got 'list'",
         ),
         (
             {"activation": None},

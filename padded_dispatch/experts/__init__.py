@@ -112,8 +112,10 @@ class ExpertWeights:
     scaled: ScaledWeights | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the weights and biases, by name."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        """Return the weights and the biases that are given, by name."""
+        biases = {"fc1_bias_LG": self.fc1_bias_LG, "fc2_bias_LD": self.fc2_bias_LD}
+        given = {name: bias for name, bias in biases.items() if bias is not None}
+        return {"fc1_LGD": self.fc1_LGD, "fc2_LDF": self.fc2_LDF, **given}
 
     def operands(self) -> "Operands":
         """Return what the products of rows read: the weights in e4m3 if there are any."""
