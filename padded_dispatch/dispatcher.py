@@ -159,12 +159,14 @@ class PaddedDispatcher:
         tensors = {name: one for name, one in values.items() if isinstance(one, Tensor)}
         kinds = {name: kind_of(value) for name, value in values.items()}
         needing = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        # The text of other objects, `_CELLS` included, may be an address, which differs by rank.
+        is_one = isinstance(activation, Activation)
         stays = not in_backward() or config == self._last_config
         rules = (
             ("packed", packed),
             ("probabilities need gradients", "probs_TE" in needing),
             ("any need gradients", bool(needing) or getattr(tokens_TD, "requires_grad", False)),
-            ("activation", activation),
+            ("activation", activation if is_one else kind_of(activation)),
             *kinds.items(),
         )
         broke_off = any(exchange.broke_off() for exchange in self._exchanges.values())
@@ -182,7 +184,6 @@ class PaddedDispatcher:
         of_map = num_tokens, config.num_experts
         wanted: dict[str, tuple[int, ...]] = {"probs_TE": of_map, "map_TE": of_map}
         if packed:
-            is_one = isinstance(activation, Activation)
             require(is_one, "activation", activation, "be an Activation", "Activation() is SwiGLU")
             for name in [name for name in tensors if name not in wanted]:
                 dtype, rule = (

@@ -17,6 +17,7 @@ from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.exchange import choose
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.experts import padded
+from padded_dispatch.utils.launch import start_workers
 from tests.support import whole_layers
 from tests.support.device import INTERPRETED
 from tests.support.threads import run_on_threads
@@ -266,6 +267,8 @@ def _differing(what: str) -> str:
     given[1].requires_grad_(what == "probabilities" and other)
     fc1_LGD.requires_grad_(what in ("frozen", "recompute") and (other or what == "recompute"))
     activation: Any = None if what == "activation" and other else Activation()
+    if what == "objects":  # Each rank has its own, at another address.
+        activation = object()
     if what in CHANGES and other:
         index, change = CHANGES[what]
         given[index] = change(given[index])
@@ -306,7 +309,8 @@ CHANGES: dict[str, tuple[int, Any]] = {
         ("weights", "fc1_LGD is ((2, 2, 3), torch.float32, 'cpu') on rank 0, ((1, 2, 3), "),
         ("dtype", "fc1_LGD is ((2, 2, 3), torch.float32, 'cpu') on rank 0, ((2, 2, 3), torch.fl"),
         ("no weights", "weights is absent on rank 0, dict on rank 1"),
-        ("activation", "offset=0.0) on rank 0, None on rank 1"),
+        ("activation", "offset=0.0) on rank 0, NoneType on rank 1"),
+        ("objects", "activation must be an Activation, got <object object"),
         ("recompute", "pass keeps what backward reads is True on rank 0, False on rank 1"),
         ("dimensions", "D is 3 on rank 0, ((1, 3, 3), torch.float32, 'cpu') on rank 1"),
         ("no tensor", "D is 3 on rank 0, list on rank 1"),
@@ -320,6 +324,24 @@ CHANGES: dict[str, tuple[int, Any]] = {
 )
 def test_ranks_that_differ_all_raise(what, words):
     assert all(words in error for error in run_on_threads(2, _differing, what))
+
+
+def _dispatch_and_combine() -> list[list[float]]:
+    dist.init_process_group("gloo")
+    config = DispatchConfig(num_experts=2, top_k=1, num_ranks=2)
+    dispatcher = PaddedDispatcher(config, group=dist.group.WORLD)
+    tokens_TD = torch.arange(4.0).reshape(2, 2) + 10 * dist.get_rank()
+    sent = dispatcher.dispatch(tokens_TD, torch.ones(2, 2), torch.eye(2).bool())
+    scaled_ND = sent.expert_input.rows_ND * (1 + dist.get_rank())  # Expert 1 doubles.
+    home_TD = dispatcher.combine(scaled_ND, sent)
+    dist.barrier()
+    return home_TD.tolist()
+
+
+def test_ranks_may_be_processes_that_share_no_memory(monkeypatch):
+    """Other tests fork their ranks or start threads, which have objects at the same addresses."""
+    monkeypatch.delenv("RANK", raising=False)
+    assert start_workers(_dispatch_and_combine, num_workers=2) == [[0, 1], [4, 6]]
 
 
 def _asking_for_too_many(pool: str) -> str:
