@@ -197,6 +197,8 @@ class PaddedDispatcher:
             wanted |= {"fc1_bias_LG": (local, fc1_width), "fc2_bias_LD": (local, width)}
         for name, shape in shapes.items():
             require(shape == wanted[name], name, shape, f"have shape {wanted[name]}")
+            found, rule = tensors[name].device, f"be on the device of the tokens, {device}"
+            require(found == device, name, str(found), rule, "move it there")
         require(map_TE.dtype == torch.bool, "map_TE", map_TE.dtype, "be torch.bool", "use .bool()")
         key = packed, pool, device.type
         if key not in self._exchanges:

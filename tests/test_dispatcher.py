@@ -423,6 +423,14 @@ def _given(**changes: Any) -> list[Any]:
             "fc2_bias_LD must be a tensor, or ExpertWeights of tensors, got 'list'",
         ),
         (
+            {"probs": torch.zeros(3, 4, device="meta")},
+            "probs_TE must be on the device of the tokens, cpu, got 'meta'; move it there",
+        ),
+        (
+            {"fc1_LGD": torch.zeros(4, 2, 3, device="meta")},
+            "fc1_LGD must be on the device of the tokens, cpu, got 'meta'; move it there",
+        ),
+        (
             {"activation": None},
             "activation must be an Activation, got None; Activation() is SwiGLU",
         ),
