@@ -165,6 +165,7 @@ def _note_pass(layer: TransformerLayer, moe: Any, kwargs: dict[str, Any]) -> Non
     has_context = kwargs.get("inference_context") is not None
     moe.token_dispatcher.configs.has_context = has_context
     if layer.training:
+        moe.token_dispatcher.configs.check_factor()
         masks.check_packed(layer, kwargs.get("packed_seq_params"))
         masks.note_mask(layer, kwargs.get("padding_mask"))
         drops.see_pass(moe)

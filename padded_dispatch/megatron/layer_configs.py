@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from padded_dispatch.config import FIT, NO_DROP, DispatchConfig
+from padded_dispatch.config import FIT, NO_DROP, DispatchConfig, require
 from padded_dispatch.megatron.compat import captures_iteration, capturing
 from padded_dispatch.megatron.config import dispatch_config, padded_options
 from padded_dispatch.utils.phases import in_backward
@@ -77,6 +77,7 @@ class LayerConfigs:
         graphs of a full iteration capture evaluation, too. Graphs of layers are replayed in
         training only.
         """
+        self._factor = self._config.moe_expert_capacity_factor
         config = dispatch_config(self._config, **self._sizes)
         factor = self._options.layer_factors.get(layer_number, config.capacity_factor)
         eval_factor = self._options.eval_factor
@@ -113,6 +114,15 @@ class LayerConfigs:
         if not in_backward():
             self._of_pass[self.in_training] = self.current
         return self._of_pass.get(self.in_training) == self.current
+
+    def check_factor(self) -> None:
+        """Raise if a loop has set another `moe_expert_capacity_factor` than the layer has read.
+
+        None, which Megatron's text generation leaves in the config, is not one.
+        """
+        name, factor = "moe_expert_capacity_factor", self._config.moe_expert_capacity_factor
+        rule, fix = f"stay {self._factor} in a model that is built", "build the model again"
+        require(factor in (None, self._factor), name, factor, rule, fix)
 
     @property
     def in_training(self) -> bool:

@@ -90,6 +90,7 @@ class SelectAfterCounting(TopKRouter):
             # Further values with which one rank would raise later, with its peers in the exchange.
             (
                 *self._settings,
+                ("moe_expert_capacity_factor now", self.config.moe_expert_capacity_factor),
                 ("layer has StepHooks", configs.has_hooks),
                 ("layer has a Retry", configs.has_retry),
                 ("padding_mask has an entry for each token", mask_fits),
@@ -106,8 +107,10 @@ class SelectAfterCounting(TopKRouter):
             # ranks' next calls would differ.
             training=int(self.training),
         )
-        if self.training and self.dispatcher.see_pass is not None:
-            self.dispatcher.see_pass()
+        if self.training:
+            configs.check_factor()
+            if self.dispatcher.see_pass is not None:
+                self.dispatcher.see_pass()
         require(
             mask_fits,
             "padding_mask.shape",

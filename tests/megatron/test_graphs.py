@@ -131,6 +131,16 @@ def test_a_change_raises_before_the_replay(megatron, change):
         training.losses_of(0)
 
 
+def test_a_factor_set_after_the_model_was_built_raises_before_the_replay(megatron):
+    training = captured("attn", "moe")
+    training.config.moe_expert_capacity_factor = 2.0
+    with (
+        patch.object(GraphedLayer, "replay_forward", unreachable),
+        pytest.raises(ValueError, match=r"^moe_expert_capacity_factor must stay .*, got 2\.0"),
+    ):
+        training.losses_of(0)
+
+
 def test_number_of_microbatches_counts_where_each_has_a_graph(megatron):
     training = captured("attn", "moe")
     other = patch.object(guard, "get_num_microbatches", lambda: 3)

@@ -170,6 +170,18 @@ def test_the_router_reads_the_layers_config_but_sees_no_factor(monkeypatch):
     assert layer.config.moe_expert_capacity_factor == 0.5
 
 
+def test_a_factor_set_after_the_model_was_built_is_refused():
+    """The layer would go on with the one that it has read; text generation leaves None."""
+    layer, hidden = tiny.padded_layer(moe_expert_capacity_factor=0.5), tiny.tokens(6)
+    layer.config.moe_expert_capacity_factor = None
+    layer(hidden)
+    layer.config.moe_expert_capacity_factor = 2.0  # As while text is generated.
+    layer.eval()(hidden)
+    words = r"^moe_expert_capacity_factor must stay 0\.5 in a model that is built, got 2\.0; build"
+    with pytest.raises(ValueError, match=words):
+        layer.train()(hidden)
+
+
 def test_a_router_of_another_kind_is_refused():
     with pytest.raises(ValueError, match=r"router must be a TopKRouter .* got 'Linear'"):
         select_after_counting(torch.nn.Linear(1, 1), router().dispatcher)
