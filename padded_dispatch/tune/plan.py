@@ -17,10 +17,12 @@ from typing import get_args
 
 from padded_dispatch.config import (
     CAPACITY_POOLS,
+    NO_DROP,
     CapacityPool,
     DispatchConfig,
     ExchangeKind,
     StoreSizes,
+    is_positive,
     require,
     require_tokens,
 )
@@ -51,7 +53,7 @@ class MemoryPlan:
         ep: R.
         hosts: H.
         tokens: T.
-        capacity_factor: of the store, or of cells.
+        capacity_factor: of the store, or of cells; `NO_DROP` drops nothing.
         pool: see `DispatchConfig.capacity_pool`.
         store_layers: Y.
         microbatches: I.
@@ -76,8 +78,13 @@ class MemoryPlan:
         require_tokens(self.tokens)
         for name in ("ep", "hosts", "store_layers", "microbatches"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "be at least 1")
+        given, rule = self.capacity_factor, "be a number above 0, or 'none' to drop nothing"
+        require(is_positive(given), "capacity_factor", given, rule)
         rule = f"divide ep={self.ep}, so that hosts have as many ranks each"
         require(self.ep % self.hosts == 0, "hosts", self.hosts, rule)
+        num_experts = self.shape.num_experts
+        rule = f"divide the model's {num_experts} experts"
+        require(num_experts % self.ep == 0, "ep", self.ep, rule)
         fix = "set auto or alltoall"
         rule = "be alltoall, since direct writes need several ranks on each host"
         several = self.ep > self.hosts
@@ -174,10 +181,11 @@ class MemoryPlan:
             way += f" across {self.hosts} hosts"
         if self.ep == 1:
             way = "no exchange"
+        room = "none" if self.capacity_factor == NO_DROP else f"{self.capacity_factor:g}"
         head = (
             f"Memory of a rank for packed experts in bf16. D {shape.hidden_size:,}, E "
             f"{shape.num_experts}, K {shape.top_k}, F {shape.ffn_size:,}; EP {self.ep}, {way}; "
-            f"T {self.tokens:,}, factor {self.capacity_factor:g}, Y {self.store_layers}, "
+            f"T {self.tokens:,}, factor {room}, Y {self.store_layers}, "
             f"I {self.microbatches}; S {layer.num_sources}, P {layer.num_slots:,}, "
             f"N {max(sizes.max_rows):,}, M {sizes.num_rows:,}."
         )
@@ -210,6 +218,11 @@ def _filled(text: str) -> str:
     return textwrap.fill(text, _COLUMNS, break_on_hyphens=False, break_long_words=False)
 
 
+def factor(text: str) -> float:
+    """Return a capacity factor of a command line, `NO_DROP` for `none`."""
+    return NO_DROP if text == "none" else float(text)
+
+
 def read(argv: list[str]) -> argparse.Namespace:
     """Return the flags of `padded-dispatch tune --plan`."""
     parser = Parser(
@@ -223,7 +236,8 @@ def read(argv: list[str]) -> argparse.Namespace:
     add("--ep", required=True, type=int, help="ranks of the expert-parallel group (R)")
     add("--hosts", type=int, default=1, help="hosts of the group (H)")
     add("--tokens", type=int, default=4096, help="per rank and micro-batch (T)")
-    add("--capacity-factor", type=float, default=1.25, help="room relative to perfect balance")
+    about = "room relative to perfect balance; 'none' drops nothing"
+    add("--capacity-factor", type=factor, metavar="X", default=1.25, help=about)
     add("--pool", choices=CAPACITY_POOLS, default="store", help="which rows share room")
     about = "MoE layers of a pipeline stage's chunk (default: all of the model's; 1 for sizes)"
     add("--store-layers", type=int, metavar="N", help=about)

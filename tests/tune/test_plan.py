@@ -137,6 +137,8 @@ def test_the_command(tune):
     words = tune(f"--plan gpt-oss-120b --ep 32 --hosts 4 {cells}")
     assert "collectives across 4 hosts" in words
     assert "Dropped: rows of a rank for an expert past 128." in words
+    nothing = tune("--plan 2048,128,8,768 --ep 8 --capacity-factor none")
+    assert "factor none" in nothing and "Dropped: nothing." in nothing
     words = tune("--plan qwen3-30b-a3b --ep 1")
     assert "EP 1, no exchange" in words and words.endswith("Dropped: nothing.")
 
@@ -153,7 +155,8 @@ def test_the_command(tune):
         ("--ep 8 --plan gpt-oss-120b --store-layers 0", "--store-layers must be at least 1"),
         ("--ep 8 --plan gpt-oss-120b --microbatches -1", "--microbatches must be at least 1"),
         ("--ep 8 --hosts 8 --plan gpt-oss-120b --exchange direct", "--exchange must be alltoall"),
-        ("--ep 8 --plan gpt-oss-120b --capacity-factor 0", "--capacity-factor must be a number"),
+        ("--ep 7 --plan gpt-oss-120b", "--ep must divide the model's 128 experts, got 7"),
+        ("--ep 8 --plan gpt-oss-120b --capacity-factor 0", "'none' to drop nothing, got 0.0"),
     ],
 )
 def test_mistakes(flags: str, message: str):
