@@ -15,6 +15,7 @@ import gc
 import itertools
 import multiprocessing
 import pickle
+import shlex
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -52,7 +53,7 @@ def _next(settings: Settings) -> str:
     graph = " --graph layer" if on_gpu and settings.output.graph == "none" else ""
     steps = {
         "compare with Megatron's own": f"padded-dispatch compare --vs{graph} --vs {stock}",
-        "choose a capacity factor": f"padded-dispatch tune {folder}"
+        "choose a capacity factor": f"padded-dispatch tune {shlex.quote(folder)}"
         if folder
         else "padded-dispatch train --trace traces && padded-dispatch tune traces",
         "use it in Megatron": "two flags: see the README, 'Use it in Megatron'",

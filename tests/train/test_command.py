@@ -156,6 +156,12 @@ def test_train_ends_with_what_it_found_and_the_next_commands(monkeypatch, capsys
         assert words[0] != "compare" or read_compare(words[1:])
 
 
+def test_the_next_command_names_a_folder_with_a_space(monkeypatch, capsys):
+    monkeypatch.setattr(command, "_start", lambda runs: [SUMMARY])
+    command.train(read(["--device", "cpu", "--trace", "my traces"]))
+    assert "padded-dispatch tune 'my traces'\n" in capsys.readouterr().out
+
+
 def test_compare_gives_each_contender_a_curve(tmp_path):
     board = tmp_path / "board"
     with only_worker():
