@@ -1,6 +1,6 @@
 """Time that a layer spends on the network between hosts: a model, from bytes counted in runs.
 
-    python notebooks/network.py --out notebooks/results/network.json --commit SHA
+    python -m notebooks.network --out notebooks/results/network.json --commit SHA
 
 Nothing here was measured on a network. Each way to cross is run with small sizes, on threads as
 ranks, where the bytes that come to a rank from other machines are counted, forward and backward.
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--commit", required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    command = f"python notebooks/network.py {shlex.join(sys.argv[1:])}"
+    command = f"python -m notebooks.network {shlex.join(sys.argv[1:])}"
     run = about(num_gpus=0, command=command, commit=arguments.commit)
     checked = []
     for ranks, gpus in ((4, 2), (16, 8), (12, 4), (32, 8)):
@@ -131,7 +131,7 @@ def main() -> None:
             assert counted == received(way, **sizes), (way, sizes, counted)
             checked.append({"way": way, **sizes, "bytes_counted": counted})
     append_run(arguments.out, run, checked)
-    measured = arguments.out.parent / "ranks.json"
+    measured = Path(__file__).with_name("results") / "ranks.json"
     for model, (experts, top_k, width) in MODELS.items():
         for ranks in RANKS:
             alone = layer_ms(measured, model, ranks)

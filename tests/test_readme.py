@@ -10,8 +10,11 @@ import dataclasses
 import importlib
 import importlib.util
 import itertools
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
@@ -111,6 +114,22 @@ def test_names_of_options_functions_and_versions_on_pages_are_those_of_the_code(
     files = [p for name in ("megatron", "gpu") for p in (ROOT / "tests" / name).rglob("test_*.py")]
     tests = re.findall(r"def test_(d\d+b?)_", "".join(path.read_text() for path in files))
     assert table == {name.upper().replace("B", "b") for name in tests}
+
+
+def test_programs_of_the_results_page_start_in_a_checkout(tmp_path):
+    """Where the package is installed, and tests and notebooks are not; one needs no GPU."""
+    (tmp_path / "padded_dispatch").symlink_to(ROOT / "padded_dispatch")
+    page = (ROOT / "notebooks" / "results" / "README.md").read_text()
+    found = re.findall(r"python\s+(-m\s+)?(notebooks[/.][\w.]+)", page)
+    assert {Path(name).stem for _, name in found} >= {"real_run", "rivals", "bridge_run"}
+    whole = ["--out", str(tmp_path / "network.json"), "--commit", "SHA"]
+    for module, name in sorted(set(found)):
+        given = whole if Path(name).suffix == ".network" else ["--help"]
+        command = [sys.executable, *module.split(), name, *given]
+        env = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "network.json").exists()
 
 
 def test_a_run_that_failed_is_no_figure(monkeypatch):
