@@ -165,7 +165,6 @@ def _note_pass(layer: TransformerLayer, moe: Any, kwargs: dict[str, Any]) -> Non
     has_context = kwargs.get("inference_context") is not None
     moe.token_dispatcher.configs.has_context = has_context
     if layer.training:
-        moe.token_dispatcher.configs.check_factor()
         masks.check_packed(layer, kwargs.get("packed_seq_params"))
         masks.note_mask(layer, kwargs.get("padding_mask"))
         drops.see_pass(moe)
@@ -199,6 +198,8 @@ def _wrap_capture(create: Callable[..., None]) -> Callable[..., None]:
 def _replay(
     layer: TransformerLayer, replay: Callable[..., Any], *args: object, **kwargs: Any
 ) -> Any:
+    moe: Any = layer.mlp
+    moe.token_dispatcher.configs.check_factor()  # In eager passes the router does.
     captured = _captured.get(layer)
     if captured is None:
         return replay(*args, **kwargs)
