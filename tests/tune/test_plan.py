@@ -156,7 +156,10 @@ def test_the_command(tune):
         ("--ep 8 --plan gpt-oss-120b --microbatches -1", "--microbatches must be at least 1"),
         ("--ep 8 --hosts 8 --plan gpt-oss-120b --exchange direct", "--exchange must be alltoall"),
         ("--ep 7 --plan gpt-oss-120b", "--ep must divide the model's 128 experts, got 7"),
-        ("--ep 8 --plan gpt-oss-120b --capacity-factor 0", "'none' to drop nothing, got 0.0"),
+        (
+            "--ep 8 --plan gpt-oss-120b --capacity-factor 0",
+            "--capacity-factor must be a number above 0, or 'none' to drop nothing, got 0.0",
+        ),
     ],
 )
 def test_mistakes(flags: str, message: str):
