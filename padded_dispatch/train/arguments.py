@@ -23,7 +23,7 @@ from padded_dispatch.train.settings import (
     Recipe,
     Settings,
 )
-from padded_dispatch.utils.flags import Parser, flag
+from padded_dispatch.utils.flags import Parser, flag, read_factor
 from padded_dispatch.utils.logs import torchrun_ranks
 
 _SEPARATOR = "--vs"
@@ -132,18 +132,6 @@ def _add(group: Any, option: dataclasses.Field[Any], hint: Any) -> None:
         if option.name == "capacity_factor":
             common |= {"type": read_factor, "metavar": "X"}
         group.add_argument(flag(option.name), **{"type": kind} | common)
-
-
-def read_factor(text: str) -> float | None:
-    """Return a capacity factor of a command line, None for `none` and `no-drop`."""
-    if text in ("none", "no-drop"):
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be a number above 0, or 'none' to drop nothing, got {text!r}"
-        ) from None
 
 
 def read_compare(argv: list[str]) -> list[tuple[str, argparse.Namespace]]:

@@ -50,6 +50,18 @@ def similar(word: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {found[0]}?" if found else otherwise
 
 
+def read_factor(text: str) -> float | None:
+    """Return a capacity factor of a command line, None for `none` and `no-drop`."""
+    if text in ("none", "no-drop"):
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number above 0, or 'none' to drop nothing, got {text!r}"
+        ) from None
+
+
 def flag(field: str) -> str:
     """Return the flag of a field: `--num-layers` for `num_layers`."""
     return f"--{field.replace('_', '-')}"
