@@ -27,7 +27,7 @@ from padded_dispatch.config import (
     require_tokens,
 )
 from padded_dispatch.memory import LayerMemory, gib
-from padded_dispatch.utils.flags import Parser, errors_name_flags
+from padded_dispatch.utils.flags import Parser, errors_name_flags, read_factor
 from padded_dispatch.utils.logs import show
 from padded_dispatch.utils.shapes import MOE_LAYERS, SHAPES, LayerShape
 
@@ -218,11 +218,6 @@ def _filled(text: str) -> str:
     return textwrap.fill(text, _COLUMNS, break_on_hyphens=False, break_long_words=False)
 
 
-def factor(text: str) -> float:
-    """Return a capacity factor of a command line, `NO_DROP` for `none`."""
-    return NO_DROP if text == "none" else float(text)
-
-
 def read(argv: list[str]) -> argparse.Namespace:
     """Return the flags of `padded-dispatch tune --plan`."""
     parser = Parser(
@@ -237,7 +232,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     add("--hosts", type=int, default=1, help="hosts of the group (H)")
     add("--tokens", type=int, default=4096, help="per rank and micro-batch (T)")
     about = "room relative to perfect balance; 'none' drops nothing"
-    add("--capacity-factor", type=factor, metavar="X", default=1.25, help=about)
+    add("--capacity-factor", type=read_factor, metavar="X", default=1.25, help=about)
     add("--pool", choices=CAPACITY_POOLS, default="store", help="which rows share room")
     about = "MoE layers of a pipeline stage's chunk (default: all of the model's; 1 for sizes)"
     add("--store-layers", type=int, metavar="N", help=about)
@@ -255,6 +250,8 @@ def main(given: argparse.Namespace) -> int:
     """
     flags = vars(given).copy()
     model, layers = flags.pop("plan"), flags.pop("store_layers")
+    if given.capacity_factor is None:
+        flags["capacity_factor"] = NO_DROP
     with errors_name_flags(vars(given)):
         shape, fc1_width = _shape(model)
         layers = MOE_LAYERS.get(model, 1) if layers is None else layers
