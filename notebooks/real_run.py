@@ -17,11 +17,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from importlib.util import find_spec
 from os import environ
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -156,20 +157,25 @@ def shape_flags(model: str) -> str:
     )
 
 
-@contextlib.contextmanager
-def gpu_samples() -> Iterator[list[tuple[float, float]]]:
-    """Yield a list, whose every second has the most MiB of a GPU, and the watts of all.
+class Sample(NamedTuple):
+    """What `nvidia-smi` says: the most MiB of a GPU, and the watts of all in the second before."""
 
-    The first sample is of before.
-    """
+    time: datetime
+    mib: float
+    watts: float
+
+
+@contextlib.contextmanager
+def gpu_samples() -> Iterator[list[Sample]]:
+    """Yield a list that gets a sample every second. The first is of before."""
     query = ["nvidia-smi", "--query-gpu=memory.used,power.draw", "--format=csv,noheader,nounits"]
     if gpus := environ.get("CUDA_VISIBLE_DEVICES"):
         query += ["-i", gpus]  # Others may be at work on the rest.
 
-    def sample() -> tuple[float, float]:
+    def sample() -> Sample:
         lines = subprocess.check_output(query, text=True).splitlines()
         mib, watts = zip(*(map(float, line.split(",")) for line in lines), strict=True)
-        return max(mib), sum(watts)
+        return Sample(datetime.now(), max(mib), sum(watts))
 
     samples, ended = [sample()], threading.Event()
 
@@ -186,14 +192,17 @@ def gpu_samples() -> Iterator[list[tuple[float, float]]]:
         watcher.join()
 
 
-def joules_of(ms: list[float], watts: list[float]) -> float | None:
-    """Return the energy of a median step: by the watts of the last seconds, but for the very last.
-
-    Those are as many as the kept steps took; in the very last a program ends.
-    """
-    kept = ms[FIRST_STEP - 1 :]
-    of_steps = watts[-1 - int(sum(kept) / 1000) : -1]
-    return median(kept) / 1000 * fmean(of_steps) if kept and of_steps else None
+def joules_of(log: str, median_ms: float | None, samples: list[Sample]) -> float | None:
+    """Return the energy of a median step, by the samples of the time in which steps were kept."""
+    ends = [
+        datetime.fromisoformat(time)
+        for time in re.findall(r"\[([-\d]+ [:.\d]+)\] iteration +\d+/", log)
+    ]
+    if median_ms is None:
+        return None
+    first = ends[FIRST_STEP - 2] + timedelta(seconds=1)  # Watts are of the second before.
+    watts = [watts for time, _, watts in samples if first <= time <= ends[-1]]
+    return median_ms / 1000 * fmean(watts) if watts else None
 
 
 def row_of(log: str) -> dict[str, Any]:
@@ -284,8 +293,8 @@ def main(argv: list[str] | None = None) -> None:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             ).returncode
-        mib, watts = map(list, zip(*samples, strict=True))
-        figures = row_of(log.read_text(errors="replace"))
+        text = log.read_text(errors="replace")
+        figures = row_of(text)
         row: dict[str, Any] = {
             "kind": "pretrain_gpt",
             "model": f"{model}, {given.layers} layers{', Megatron-FSDP' if fsdp else ''}",
@@ -296,8 +305,8 @@ def main(argv: list[str] | None = None) -> None:
             "flags": flags,
             "capacity_factor": given.capacity_factor if "factor" in flags else None,
             **figures,
-            "peak_mib": max(mib) - mib[0],
-            "joules": joules_of(figures["ms"], watts),
+            "peak_mib": max(sample.mib for sample in samples) - samples[0].mib,
+            "joules": joules_of(text, figures["median_ms"], samples),
             "exit_code": exit_code,
         }
         append_run(given.out, run_about, [row])

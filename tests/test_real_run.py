@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import nullcontext
+from datetime import datetime, timedelta
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -81,10 +82,18 @@ def test_rows_hold_what_each_run_says(tmp_path, monkeypatch):
 
 
 def test_energy_is_that_of_seconds_with_kept_steps():
-    """Three steps of a second are kept; what came before, and the end, is left out."""
-    ms = [9000.0] * 20 + [1000.0, 900.0, 1200.0]
-    assert real_run.joules_of(ms, [80.0, 100.0, 690.0, 700.0, 710.0, 90.0]) == 700.0
-    assert real_run.joules_of(ms[:20], [700.0] * 9) is None
+    """Three seconds have kept steps alone: neither that in which they begin, nor the end."""
+    clock = datetime(2026, 11, 24, 12, 42)
+    ends = [f"2026-11-24 12:42:{1 if step < 21 else step - 19:02}.5" for step in range(1, 25)]
+    log = "\n".join(f" [{end}] iteration {step:8d}/ 24 |" for step, end in enumerate(ends, 1))
+    watts = [80.0, 100.0, 400.0, 690.0, 710.0, 700.0, 90.0]
+    samples = [
+        real_run.Sample(clock + timedelta(seconds=second), 0, of_second)
+        for second, of_second in enumerate(watts)
+    ]
+    assert real_run.joules_of(log, 1000.0, samples) == 700.0
+    assert real_run.joules_of(log, 1000.0, samples[:3]) is None
+    assert real_run.joules_of("", None, samples) is None
 
 
 def test_ranks_that_share_a_gpu_are_on_hosts(tmp_path, monkeypatch):
@@ -97,7 +106,8 @@ open("{tmp_path}/said" + os.environ["RANK"], "w").write(str(said))
 """)
     monkeypatch.setattr(real_run, "FUSED", "")
     monkeypatch.setattr(real_run, "about", lambda **given: given)
-    monkeypatch.setattr(real_run, "gpu_samples", lambda: nullcontext([(0, 0)]))
+    sample = real_run.Sample(datetime.now(), 0, 0)
+    monkeypatch.setattr(real_run, "gpu_samples", lambda: nullcontext([sample]))
     out = tmp_path / "out.json"
     given = f"--megatron-lm {tmp_path} --out {out} --folder {tmp_path} --text {tmp_path}"
     shape = ["--models", "small", "--ep", "4", "--hosts", "2", "--only"]
