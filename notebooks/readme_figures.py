@@ -98,14 +98,16 @@ def newest_table() -> tuple[str, dict[str, Any]]:
 def real_runs() -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
     """Return the newest rows of `pretrain_gpt.py`, by model and GPUs, then by contender.
 
-    Each has `about` of its run. Steps have the usual number of micro-batches, on real GPUs: ranks
-    on pretended hosts share one.
+    Each has `about` of its run. Steps have the usual number of micro-batches and the usual seed, on
+    real GPUs: ranks on pretended hosts share one.
     """
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for run in runs_in("store"):
+        if re.search(r"--seed (?!1234\b)", run["about"]["command"]):
+            continue
         for row in run["rows"]:
             usual = row.get("kind") == "pretrain_gpt" and row.get("micro_batches", 4) == 4
-            usual = usual and "hosts" not in row
+            usual = usual and row.get("hosts") is None
             if usual and not row.get("exit_code") and row["capacity_factor"] in (FACTOR, None):
                 of_model = found.setdefault((row["model"], row["ep"]), {})
                 of_model[row["contender"]] = row | {"about": run["about"]}

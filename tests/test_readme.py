@@ -132,11 +132,16 @@ def test_programs_of_the_results_page_find_what_they_import():
     assert {name for name, of in imported.items() if of & {"tests", "notebooks"}} == set()
 
 
-def test_a_run_that_failed_is_no_figure(monkeypatch):
+def test_runs_that_failed_or_have_another_seed_are_no_figures(monkeypatch):
     good, runs = figures.real_runs(), figures.runs_in("store")
-    failed = [row | {"exit_code": 1, "ms": []} for run in runs for row in run["rows"]]
-    monkeypatch.setattr(figures, "runs_in", lambda name: [*runs, runs[0] | {"rows": failed}])
+    rows = [row | {"ms": []} for run in runs for row in run["rows"]]
+    failed = runs[0] | {"rows": [row | {"exit_code": 1} for row in rows]}
+    seeded = runs[0] | {"rows": rows, "about": runs[0]["about"] | {"command": "--more --seed 12"}}
+    monkeypatch.setattr(figures, "runs_in", lambda name: [*runs, failed, seeded])
     assert figures.real_runs() == good
+    usual = seeded | {"about": seeded["about"] | {"command": "--more --seed 1234"}}
+    monkeypatch.setattr(figures, "runs_in", lambda name: [*runs, usual])
+    assert figures.real_runs() != good
 
 
 def test_figures_of_the_readme_are_measured():
