@@ -2,7 +2,10 @@
 
 import gc
 import os
+import runpy
 import socket
+import sys
+import tempfile
 from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock, patch
@@ -266,3 +269,22 @@ def test_the_groups_are_closed_before_all_others_in_one_order():
 def test_groups_end_with_that_of_the_layer(pool4):
     for with_group, with_hosts, after in pool4.run(_threads_of_groups, timeout_s=60):
         assert 0 < with_group < with_hosts and after == 0
+
+
+@pytest.mark.parametrize("own_gpus", [True, False])
+def test_a_program_sees_the_machine_that_it_is_told(tmp_path, monkeypatch, capsys, own_gpus):
+    (tmp_path / "said.py").write_text("""
+import os, sys
+from padded_dispatch.exchange.hosts import machine
+print(machine(), *map(os.environ.get, ("NCCL_HOSTID", "LOCAL_RANK")), *sys.argv[1:])
+""")
+    rank = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TMPDIR": str(tmp_path)}
+    monkeypatch.setattr("os.environ", os.environ | rank)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    program = [*["--own-gpus"] * own_gpus, str(tmp_path / "said.py"), "--seed", "5"]
+    monkeypatch.setattr("sys.argv", ["machines", "2", *program])
+    monkeypatch.delitem(sys.modules, "tests.support.machines")  # runpy warns of it.
+    runpy.run_module("tests.support.machines", run_name="__main__", alter_sys=True)
+    told = "None 1" if own_gpus else "machine1 0"
+    assert capsys.readouterr().out == f"machine1 {told} --seed 5\n"
+    assert hosts.machine() != "machine1" and (tmp_path / "machine1").exists() != own_gpus

@@ -4,7 +4,9 @@
     torchrun ... -m tests.support.machines 2 SCRIPT ...
 
 run a module or a script with ranks that share one GPU, as if on two machines. NCCL must be 2.30 or
-newer (LD_PRELOAD); it then goes over sockets between the machines.
+newer (LD_PRELOAD); it then goes over sockets between the machines. With `--own-gpus` behind the
+number each rank has the GPU that torchrun gives it, and NCCL is not told: rails go over NVLink, or,
+with NCCL_P2P_DISABLE and NCCL_SHM_DISABLE set to 1, over sockets.
 """
 
 import os
@@ -67,9 +69,13 @@ def rails_of(num_local_experts: int, kind: str, device: torch.device) -> Rails:
     return Rails(exchange, hosts, rail, device)
 
 
-def pretend(num_machines: int) -> str:
-    """Give this rank of torchrun a machine, for NCCL and torch as well, and return its name."""
-    name = f"machine{int(os.environ['RANK']) * num_machines // int(os.environ['WORLD_SIZE'])}"
+def machine_of(num_machines: int) -> str:
+    """Return the machine of this rank of torchrun."""
+    return f"machine{int(os.environ['RANK']) * num_machines // int(os.environ['WORLD_SIZE'])}"
+
+
+def share_a_gpu(name: str) -> None:
+    """Let this rank share one GPU, and let NCCL and torch see machine `name`."""
     folder = Path(gettempdir()) / name  # Torch's symmetric memory has its sockets there.
     folder.mkdir(exist_ok=True)
     os.environ |= {
@@ -81,12 +87,16 @@ def pretend(num_machines: int) -> str:
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
-    return name
 
 
 if __name__ == "__main__":
     number, *sys.argv = sys.argv[1:]
-    with patch.object(hosts, "machine", partial(str, pretend(int(number)))):
+    name = machine_of(int(number))
+    if sys.argv[0] == "--own-gpus":
+        sys.argv.pop(0)
+    else:
+        share_a_gpu(name)
+    with patch.object(hosts, "machine", partial(str, name)):
         if sys.argv[0] == "-m":
             module = sys.argv.pop(1)
             runpy.run_module(module, run_name="__main__", alter_sys=True)
