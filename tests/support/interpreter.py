@@ -5,8 +5,9 @@ everything that it must replace, and after the first call finds it replaced. Wit
 searches once per module, and leaves the replacement in place.
 
 After every sum, difference and product of 32 bits it computes the same in 64 bits, for an assertion
-that only `debug` would make. With the patch it does not. It also remembers what each tensor has of
-its type: a shape, element by element. All that took four fifths of the time of our kernels' tests.
+that only `debug` would make. With the patch it does not. It also remembers which type of NumPy
+stands for which type of Triton, which it finds by a table that it makes each time, and what each
+tensor has of its type: a shape, element by element. All that took most of our kernels' tests' time.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ def patch_interpreter() -> None:
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _convert_e4m3()
+    _remember_types()
     _remember_shapes()
     # As on a GPU, torch's dispatch modes see nothing of a kernel: not how its arguments are copied.
     interpreter.GridExecutor.__call__ = unseen()(interpreter.GridExecutor.__call__)
@@ -61,6 +63,18 @@ def _convert_e4m3() -> None:
         return value.to(types[wanted.name]).view(bits).numpy()
 
     interpreter._convert_float = converted
+
+
+def _remember_types() -> None:
+    type_of: Callable[[Any], Any] = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def remembered(dtype: Any) -> Any:
+        if dtype.name not in known:
+            known[dtype.name] = type_of(dtype)
+        return known[dtype.name]
+
+    interpreter._get_np_dtype = remembered
 
 
 def _remember_shapes() -> None:
