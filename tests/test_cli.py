@@ -12,7 +12,8 @@ from tests.support.processes import ENVIRONMENT, python, started, still_living, 
 
 SMALL = ["-m", "padded_dispatch.cli", "train", "--seq-length", "24", "--micro-batch", "3"]
 # The environment of a user, but with one thread per process.
-USERS = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONWARNINGS"}
+OURS = "PYTHONWARNINGS", "TORCHDYNAMO_DISABLE"
+USERS = {name: value for name, value in ENVIRONMENT.items() if name not in OURS}
 USERS["OMP_NUM_THREADS"] = "1"
 
 
