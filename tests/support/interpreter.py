@@ -6,8 +6,9 @@ searches once per module, and leaves the replacement in place.
 
 After every sum, difference and product of 32 bits it computes the same in 64 bits, for an assertion
 that only `debug` would make. With the patch it does not. It also remembers which type of NumPy
-stands for which type of Triton, which it finds by a table that it makes each time, and what each
-tensor has of its type: a shape, element by element. All that took most of our kernels' tests' time.
+stands for which type of Triton, which it finds by a table that it makes each time, which type an
+operation of two types has, and what each tensor has of its type: a shape, element by element. All
+that took most of our kernels' tests' time.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from padded_dispatch.utils.phases import unseen
@@ -75,6 +77,16 @@ def _remember_types() -> None:
         return known[dtype.name]
 
     interpreter._get_np_dtype = remembered
+    result_of: Callable[..., Any] = TritonSemantic.computation_type_impl
+    results: dict[Any, Any] = {}
+
+    def result(semantic: Any, one: Any, is_scalar: bool, other: Any, *how: bool) -> Any:
+        key = one.name, is_scalar, other.name, *how
+        if key not in results:
+            results[key] = result_of(semantic, one, is_scalar, other, *how)
+        return results[key]
+
+    TritonSemantic.computation_type_impl = result
 
 
 def _remember_shapes() -> None:
