@@ -40,6 +40,7 @@ class Drops:
         self.first: object = None
         self._reader: Reader | None = None
         self._pending: Copy | None = None
+        self._is_told = False  # Whether hooks that have ended followed what is read first.
 
     @unseen()  # A pass that is selectively recomputed looks in one of its two runs alone.
     def look(self, *, now: bool = False) -> None:
@@ -52,13 +53,14 @@ class Drops:
             self._pending = None
         dispatcher = self.layers[0].token_dispatcher
         configs = dispatcher.configs
-        if configs.on_overflow != "warn" or configs.has_hooks:  # The loop follows it.
+        if configs.on_overflow != "warn" or configs.is_followed:  # The loop follows it.
             return
         if self._reader is None:
             local = by_number(self.layers)
             settings = {number: LayerSettings.of(layer) for number, layer in sorted(local.items())}
             device = dispatcher.counters.totals.device
             self._reader = Reader(local, settings, [], device, logs=True)
+            self._is_told = configs.has_hooks
         copy = self._reader.start(0)
         if now:
             self._log(copy)
@@ -68,6 +70,9 @@ class Drops:
     def _log(self, copy: Copy) -> None:
         assert self._reader is not None
         training = self._reader.finish(copy).training
+        is_told, self._is_told = self._is_told, False
+        if is_told:
+            return
         num_passes = training.counts["num_passes"].max()
         when = f"on rank {dist.get_rank() if dist.is_initialized() else 0} in {num_passes} passes"
         self._reader.follow(training, when)

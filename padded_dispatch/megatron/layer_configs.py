@@ -53,7 +53,7 @@ class LayerConfigs:
         evaluation: the config of evaluation passes.
         fitting: the config of eager passes that drop nothing (`FIT`).
         has_context: whether the layer was last called with an `inference_context`.
-        has_hooks: whether `StepHooks` follow what this layer drops.
+        has_hooks: whether `StepHooks` follow what this layer drops, or did until they ended.
         hooks: a weak reference to them, in their loop.
         has_retry: whether they repeat steps in which this layer drops.
         router: the router of the layer; None before the layer has one.
@@ -128,6 +128,11 @@ class LayerConfigs:
     def in_training(self) -> bool:
         """True while the layer is in training mode, and before it has a router."""
         return self.router is None or self.router.training
+
+    @property
+    def is_followed(self) -> bool:
+        """True while `StepHooks` follow what this layer drops."""
+        return self.hooks is not None and self.hooks() is not None
 
     @property
     def on_overflow(self) -> str:

@@ -186,8 +186,7 @@ def _settings_of_all(
     local_settings = {number: LayerSettings.of(layer) for number, layer in local.items()}
     for one in local_settings.values():
         arguments = arguments | dataclasses.asdict(one.options)
-    configs = [layer.token_dispatcher.configs for layer in local.values()]
-    is_followed = any(one.hooks is not None and one.hooks() is not None for one in configs)
+    is_followed = any(layer.token_dispatcher.configs.is_followed for layer in local.values())
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, (arguments, local_settings, is_followed))
     for name in dict.fromkeys(name for of_rank, *_ in given for name in of_rank):

@@ -114,7 +114,7 @@ def test_a_layer_may_run_several_times_in_a_pass():
     found = {}
     for pool in ("store", "cells"):
         decoder, repeated = chain(2, 1.0 if pool == "store" else None, pool, **settings)
-        decoder.token_dispatcher.configs.has_hooks = True  # Nothing resets the counters.
+        decoder.token_dispatcher.configs.hooks = object  # Nothing resets the counters.
         given = tokens(9).requires_grad_()
         through([decoder, repeated, repeated, repeated], given).square().sum().backward()
         found[pool] = [given.grad, *grads([decoder, repeated])]

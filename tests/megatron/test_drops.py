@@ -95,6 +95,19 @@ def test_reads_nothing_where_hooks_follow_the_steps(alone, options):
     start.assert_not_called()
 
 
+def test_warns_again_once_the_hooks_have_ended(alone, caplog):
+    """Not of what the hooks have followed, which the first copy reads."""
+    with world(HALF):
+        training = Training(HALF)
+        hooks = StepHooks(training.chunks, every=10)
+        training.step(0)
+        del hooks
+        drops._look_last()
+        assert not warnings(caplog)
+        training.step(1)
+    assert "found no room on rank 0 in 1 passes (" in warnings(caplog)[0]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
