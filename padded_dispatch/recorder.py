@@ -41,8 +41,12 @@ class RoutingBuffer:
 
     Args:
         run: its `num_tokens` is T of a micro-batch on this rank.
-        num_microbatches: micro-batches of a step (M).
+        num_microbatches: the most micro-batches of a step (M).
         device: device of the layer.
+
+    Attributes:
+        ids_MTK, probs_MTK: the choices, as in `Trace`.
+        num_new: int64, micro-batches since the last step, which the recorder sets to zero.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class RoutingBuffer:
         shape = num_microbatches, run.num_tokens, run.top_k
         self.ids_MTK = torch.full(shape, -1, dtype=torch.int16, device=device)
         self.probs_MTK = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.num_new = torch.zeros((), dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def observe(self, asked_TE: Tensor, probs_TE: Tensor, selection: Selection) -> None:
@@ -73,10 +78,11 @@ class RoutingBuffer:
         # that these passes append are shifted out within one step.
         self.ids_MTK.copy_(torch.cat((self.ids_MTK[1:], expert_TK[None].short())))
         self.probs_MTK.copy_(torch.cat((self.probs_MTK[1:], probs_TK[None])))
+        self.num_new += 1
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the buffers that a recorder copies."""
-        return self.ids_MTK, self.probs_MTK
+        return self.ids_MTK, self.probs_MTK, self.num_new
 
 
 def steps_apart(
@@ -146,6 +152,8 @@ class TraceRecorder:
             if self._arrived is not None:
                 self._arrived.record()
             self._pending = number
+        counts = [buffer.num_new for buffer in self._buffers.values()]
+        torch._foreach_zero_(counts)  # pyright: ignore[reportPrivateImportUsage]
 
     def close(self) -> None:
         """Write the pending step and close the file; call it once, after the last step."""
@@ -163,9 +171,17 @@ class TraceRecorder:
         number, self._pending = self._pending, None
         if self._arrived is not None:
             self._arrived.synchronize()
-        ids_NTK, probs_NTK = (torch.cat(parts).numpy() for parts in zip(*self._copies, strict=True))
+        # If a step had fewer than M micro-batches, the others in the buffers are of earlier steps.
+        nums = [min(len(ids_MTK), int(num_new)) for ids_MTK, _, num_new in self._copies]
+        if not any(nums):
+            return
+        of_step = [
+            [buffer[len(buffer) - num :] for buffer in buffers]
+            for (*buffers, _), num in zip(self._copies, nums, strict=True)
+        ]
+        ids_NTK, probs_NTK = (torch.cat(parts).numpy() for parts in zip(*of_step, strict=True))
         num_records = len(ids_NTK)
-        layers = np.repeat(np.array([*self._buffers], np.int32), num_records // len(self._buffers))
+        layers = np.repeat(np.array([*self._buffers], np.int32), nums)
         step = Trace(
             run=self._run,
             steps=np.full(num_records, number, np.int64),

@@ -65,6 +65,26 @@ def test_recorded_steps_have_all_their_microbatches_in_order(tmp_path, num_micro
         assert [trace.ids_NTK[n].tolist(), trace.probs_NTK[n].tolist()] == choices(seed)
 
 
+def test_a_step_with_fewer_microbatches_has_no_choices_of_an_earlier_one(tmp_path):
+    """Nor has a step without any; steps between recorded ones do not count for the next."""
+    buffers = {4: buffer(3), 9: buffer(3)}
+    recorder = TraceRecorder(tmp_path / "trace.npy", RUN, buffers, rank=3, every=2)
+    nums = {1: (3, 3), 2: (2, 2), 3: (1, 1), 4: (0, 0), 5: (3, 3), 6: (1, 0), 7: (3, 3), 8: (4, 4)}
+    expected, seed = [], 0
+    for step, of_layers in nums.items():
+        for (layer, of_layer), num in zip(buffers.items(), of_layers, strict=True):
+            for place in range(num):
+                observe(of_layer, *microbatch(seed))
+                if step % 2 == 0 and place >= num - 3:  # There is room for the last three.
+                    expected.append((step, place, layer, seed))
+                seed += 1
+        recorder.step(step)
+    recorder.close()
+    trace = load_traces([tmp_path])
+    found = zip(trace.steps.tolist(), trace.layers.tolist(), trace.ids_NTK.tolist(), strict=True)
+    assert [*found] == [(step, layer, choices(n)[0]) for step, _, layer, n in sorted(expected)]
+
+
 def test_a_replayed_microbatch_is_kept_like_an_eager_one():
     map_TE, probs_TE = microbatch(0)
     selection = select(map_TE, probs_TE, capacity=2)
@@ -111,7 +131,8 @@ def test_a_recording_that_would_grow_too_large_has_fewer_steps(tmp_path, monkeyp
 
 def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch, caplog):
     """What was written before stays readable, also if there is room again later."""
-    recorder = TraceRecorder(tmp_path / "trace.npy", RUN, {1: buffer()}, rank=3, every=1)
+    filled = buffer()
+    recorder = TraceRecorder(tmp_path / "trace.npy", RUN, {1: filled}, rank=3, every=1)
 
     def write(step, file):
         append(step, file)
@@ -122,6 +143,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch, caplo
     append = module.append
     monkeypatch.setattr(module, "append", write)
     for number in range(1, 6):
+        observe(filled, *microbatch(number))
         recorder.step(number)
     recorder.close()
     assert sorted(set(load_traces([tmp_path]).steps.tolist())) == [1, 2]

@@ -23,7 +23,7 @@ class Passes:
     """The sizes of a run that its trace needs.
 
     Attributes:
-        num_microbatches: micro-batches of a step on this rank.
+        num_microbatches: the most micro-batches of a step on this rank.
         num_tokens: tokens of a micro-batch that this rank routes (T).
         num_steps: steps at the end of the run.
         every: steps between two recorded ones, at least; see `steps_apart`.
