@@ -37,7 +37,7 @@ def test_rows_have_errors_or_a_reason(monkeypatch, tmp_path, capsys):
     assert "error: --out must be a path in a writable folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("contender, ep, times", [("ours", 1, 1), ("ours", 2, 2), ("torch", 2, 1)])
+@pytest.mark.parametrize("contender, ep, times", [("ours", 1, 2), ("ours", 2, 1), ("torch", 2, 1)])
 def test_each_row_has_processes_and_none_starts_late(contender: str, ep: int, times: int):
     case = {"contender": contender, "model": "tiny", "tokens": 64, "routing": "uniform", "ep": ep}
     (row,) = rivals.in_processes([case] * times, seconds=0)
