@@ -23,7 +23,7 @@ from torch import Tensor
 from padded_dispatch import experts
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange import Exchange, Wire, choose
-from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes, kind_of
+from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes, is_dense, kind_of
 from padded_dispatch.experts import Activation, Call, ExpertWeights, padded
 from padded_dispatch.experts.padded import DispatchState, ExpertInput
 from padded_dispatch.experts.store import Store, room_of_pass
@@ -156,7 +156,7 @@ class PaddedDispatcher:
         if packed:
             is_whole = isinstance(weights, ExpertWeights)
             values |= weights.tensors() if is_whole else {"weights": weights}
-        tensors = {name: one for name, one in values.items() if isinstance(one, Tensor)}
+        tensors = {name: one for name, one in values.items() if is_dense(one)}
         kinds = {name: kind_of(value) for name, value in values.items()}
         needing = [name for name, tensor in tensors.items() if tensor.requires_grad]
         # The text of other objects, `_CELLS` included, may be an address, which differs by rank.
@@ -199,6 +199,8 @@ class PaddedDispatcher:
             require(shape == wanted[name], name, shape, f"have shape {wanted[name]}")
             found, rule = tensors[name].device, f"be on the device of the tokens, {device}"
             require(found == device, name, str(found), rule, "move it there")
+        dtype, rule = probs_TE.dtype, "be of a floating point dtype"
+        require(probs_TE.is_floating_point(), "probs_TE", dtype, rule)
         require(map_TE.dtype == torch.bool, "map_TE", map_TE.dtype, "be torch.bool", "use .bool()")
         key = packed, pool, device.type
         if key not in self._exchanges:

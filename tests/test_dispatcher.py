@@ -296,6 +296,12 @@ CHANGES: dict[str, tuple[int, Any]] = {
     "integers": (0, lambda tokens_TD: tokens_TD.int()),
     "list": (1, lambda probs_TE: probs_TE.tolist()),
     "no map": (2, lambda map_TE: None),
+    "sparse tokens": (0, lambda tokens_TD: tokens_TD.to_sparse()),
+    "nested tokens": (
+        0,
+        lambda tokens_TD: torch.nested.nested_tensor([*tokens_TD], layout=torch.jagged),
+    ),
+    "sparse map": (2, lambda map_TE: map_TE.to_sparse()),
 }
 
 
@@ -317,6 +323,9 @@ CHANGES: dict[str, tuple[int, Any]] = {
         ("integers", "D is 3 on rank 0, ((3, 3), torch.int32, 'cpu') on rank 1"),
         ("list", "probs_TE is ((3, 4), torch.float32, 'cpu') on rank 0, list on rank 1"),
         ("no map", "map_TE is ((3, 4), torch.bool, 'cpu') on rank 0, NoneType on rank 1"),
+        ("sparse tokens", "D is 3 on rank 0, torch.sparse_coo tensor on rank 1"),
+        ("nested tokens", "D is 3 on rank 0, nested tensor on rank 1"),
+        ("sparse map", "'cpu') on rank 0, torch.sparse_coo tensor on rank 1"),
         ("probabilities", "probabilities need gradients is False on rank 0, True on rank 1"),
         ("frozen", "any need gradients is False on rank 0, True on rank 1"),
         ("none", "num_tokens must be at least 1, got 0"),
@@ -408,6 +417,10 @@ def _given(**changes: Any) -> list[Any]:
         ({"tokens": torch.zeros(3, 1, 3)}, "tokens_TD must be a floating point tensor [T, D], got"),
         ({"tokens": torch.zeros(3, 3).int()}, "tokens_TD must be a floating point tensor [T, D]"),
         ({"tokens": [[0.0]]}, "tokens_TD must be a floating point tensor [T, D], got 'list'; fla"),
+        (
+            {"probs": torch.zeros(3, 4).int()},
+            "probs_TE must be of a floating point dtype, got torch",
+        ),
         ({"probs": [[0.0]]}, "probs_TE must be a tensor, or ExpertWeights of tensors, got 'list'"),
         (
             {"weights": None},

@@ -156,8 +156,7 @@ def agree_on_shapes(
 
     Raises as `Agreement.check` does, on all ranks.
     """
-    is_matrix = isinstance(tokens_TD, Tensor) and tokens_TD.ndim == 2
-    is_matrix = is_matrix and tokens_TD.is_floating_point()
+    is_matrix = is_dense(tokens_TD) and tokens_TD.ndim == 2 and tokens_TD.is_floating_point()
     num_tokens, hidden_size = tokens_TD.shape if is_matrix else (0, kind_of(tokens_TD))
     agreement.check(
         (
@@ -192,13 +191,21 @@ def agree_on_shapes(
 
 
 def kind_of(value: Any) -> object:
-    """Return shape, dtype and kind of device of a tensor, or the type of another value, to compare.
+    """Return shape, dtype and kind of device of a dense tensor, or the type of another value.
 
-    What only one rank was given wrong must raise on all, so nothing else is read of it before.
+    Ranks compare it: what only one of them was given wrong must raise on all, so nothing else is
+    read of it before.
     """
-    if isinstance(value, Tensor):
+    if is_dense(value):
         return tuple(value.shape), value.dtype, value.device.type
+    if isinstance(value, Tensor):
+        return f"{'nested' if value.is_nested else value.layout} tensor"
     return type(value).__name__
+
+
+def is_dense(value: Any) -> bool:
+    """Return whether a value is a tensor, and neither sparse nor nested."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
 
 
 def _text(values: NamedValues) -> bytes:
