@@ -83,6 +83,9 @@ class PaddedDispatcher:
     ) -> None:
         self.config = self._last_config = config
         self._choose_args = group, etp_group, exchange
+        rule = "be a process group that this rank is in, or None for one rank"
+        for name, given in (("group", group), ("etp_group", etp_group)):
+            require(given is None or isinstance(given, dist.ProcessGroup), name, given, rule)
         self.agreement = Agreement(group, etp_group)
         sizes = {"num_ranks": config.num_ranks, "etp_size": config.etp_size}
         self.agreement.check(exchange=exchange, **sizes)

@@ -198,6 +198,14 @@ def test_a_config_of_another_size_than_its_group_is_refused(field):
     assert "process group" in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["group", "etp_group"])
+def test_a_group_of_other_ranks_is_refused(name):
+    """`new_group` returns a number on ranks that are not in the group."""
+    config = DispatchConfig(num_experts=4, top_k=2)
+    with pytest.raises(ValueError, match=f"^{name} must be a process group that this rank is in"):
+        PaddedDispatcher(config, **{name: dist.GroupMember.NON_GROUP_MEMBER})
+
+
 def test_an_unknown_exchange_is_refused():
     with pytest.raises(ValueError, match=r"^exchange must be one of auto, alltoall, direct"):
         PaddedDispatcher(config_of("store"), exchange="nccl")  # pyright: ignore
