@@ -4,8 +4,9 @@ How many rows fit depends on counts alone, and on `DispatchConfig.capacity_pool`
 
 - "cells": a source's rows for one expert have C slots, a cell. Rows beyond are dropped.
 - "store": all rows of a rank, of all layers of a model chunk, share M rows. The layers of a pass
-  stack their rows in order. For each row beyond M backward recomputes one. Rows of one layer alone
-  beyond M are dropped. All of these count as rows that do not fit.
+  stack their rows in order. For each row beyond M backward recomputes one. If one layer alone has
+  more than M, each (source, expert) keeps its first w, the most that fit, and the others are
+  dropped. All of these count as rows that do not fit.
 
 Bytes of a factor are those of `padded_dispatch.memory`; nothing is measured here.
 Letters: see `padded_dispatch.config`.
@@ -42,7 +43,7 @@ class Replay:
     `configs`: one for each factor, ascending. `room`: slots of a cell, or rows of a store, at each
     factor. `asked`: [layers, steps], rows asked for, summed over sources and micro-batches.
     `dropped`: [factors, layers, steps], rows that do not fit. `lost`: [factors], the rows of these
-    that a store drops: rows of one layer beyond M.
+    that a store drops.
     `store_layers`: see `replay`. `needed`: [steps], a factor at which all rows fit.
     `needed_alone`: [layers], such a factor for all steps if a layer had room of its own.
     """
@@ -207,16 +208,38 @@ def _by_rank(counts: NDArray[np.integer], config: DispatchConfig) -> NDArray[np.
 def _kept_in_stores(
     counts: NDArray[np.integer], config: DispatchConfig, num_tokens: int, stacks: Sequence[slice]
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the rows that fit, [passes, layers], and the rows of one layer beyond a store."""
-    rows = _by_rank(counts, config)
-    kept, beyond = np.empty(rows.shape[:2], np.int64), 0
+    """Return the rows that fit, [passes, layers], and the rows that stores drop."""
+    rows, local = _by_rank(counts, config), config.num_local_experts
+    kept, lost = np.empty(rows.shape[:2], np.int64), 0
     for stack in stacks:  # The last one may have fewer layers.
         in_stack = rows[:, stack]
         limit = StoreSizes.of([config] * in_stack.shape[1], num_tokens).num_rows
+        if (beyond := in_stack > limit).any():
+            # [passes, layers, R, S, L], then the cells of each of the ranks that have too many.
+            cells = counts[:, stack].reshape(*beyond.shape[:2], config.num_sources, -1, local)
+            cells = cells.swapaxes(2, 3)[beyond].reshape(beyond.sum(), -1)
+            fitting = _below_level(cells, limit)
+            lost += int((in_stack[beyond] - fitting).sum())
+            in_stack[beyond] = fitting
         tops = np.minimum(in_stack.cumsum(1), limit)
         kept[:, stack] = np.diff(tops, axis=1, prepend=0).sum(2)
-        beyond += int(np.maximum(in_stack - limit, 0).sum())
-    return kept, beyond
+    return kept, lost
+
+
+def _below_level(cells: NDArray[np.integer], limit: int) -> NDArray[np.int64]:
+    """Return how many rows are kept where each cell keeps its first w, the most that fit; [n].
+
+    `cells`: [n, cells], rows of each, more than `limit` together.
+
+    Example: `[[9, 9, 2]]` keeps 6 + 6 + 2 of 15: w is 6.
+    """
+    low, high = np.zeros((2, len(cells)), np.int64)
+    high += cells.max()
+    while (low < high).any():  # w is from low to high.
+        middle = (low + high + 1) // 2
+        fits = np.minimum(cells, middle[:, None]).sum(1, dtype=np.int64) <= limit
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+    return np.minimum(cells, low[:, None]).sum(1, dtype=np.int64)
 
 
 def _needed(
