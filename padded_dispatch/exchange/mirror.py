@@ -219,7 +219,7 @@ def _wait(work: Any) -> None:
                 return
 
 
-# By the first mirrored group, weakly, so that destroying the group frees the mirror; then by the
+# By one of the mirrored groups, weakly, so that destroying the group frees the mirror; then by the
 # names of all mirrored groups.
 _mirrors: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Mirror]] = WeakKeyDictionary()
 
@@ -227,8 +227,10 @@ _mirrors: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Mirror]] = 
 def mirror_of(groups: Sequence[dist.ProcessGroup]) -> Mirror:
     """Return the mirror of `groups`, one for all layers, since each mirror costs sockets.
 
-    The first call with these groups is a collective call; see `Mirror`.
+    Their order does not matter: all mirrors of the same groups would meet under one name. The first
+    call with these groups is a collective call; see `Mirror`.
     """
+    groups = sorted(groups, key=lambda group: group.group_name)
     of_group = _mirrors.setdefault(groups[0], {})
     names = tuple(group.group_name for group in groups)
     if names not in of_group:
