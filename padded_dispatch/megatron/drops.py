@@ -40,6 +40,8 @@ class Drops:
         self.first: object = None
         self._reader: Reader | None = None
         self._pending: Copy | None = None
+        # At the end of the process its groups may have ended.
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._is_told = False  # Whether hooks that have ended followed what is read first.
 
     @unseen()  # A pass that is selectively recomputed looks in one of its two runs alone.
@@ -74,7 +76,7 @@ class Drops:
         if is_told:
             return
         num_passes = training.counts["num_passes"].max()
-        when = f"on rank {dist.get_rank() if dist.is_initialized() else 0} in {num_passes} passes"
+        when = f"on rank {self._rank} in {num_passes} passes"
         self._reader.follow(training, when)
 
 

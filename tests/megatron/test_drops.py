@@ -183,6 +183,18 @@ def test_a_device_that_is_at_work_or_has_failed_is_not_asked_at_the_end(monkeypa
         assert looks and layer.token_dispatcher.drops
 
 
+def test_the_rank_is_named_also_once_the_process_groups_have_ended(caplog):
+    with tiny.one_process():
+        layer = tiny.padded_layer(moe_expert_capacity_factor=0.5)
+        with patch.object(dist, "get_rank", lambda: 3):
+            drops.see_pass(layer)
+        passes(layer, 1)
+    assert not dist.is_initialized()
+    drops._look_last()
+    assert all("found no room on rank 3 in " in text for text in warnings(caplog))
+    assert warnings(caplog)
+
+
 def _warnings_of_ranks(model: Model) -> list[str]:
     records: list[logging.LogRecord] = []
     log = logging.getLogger("padded_dispatch")
