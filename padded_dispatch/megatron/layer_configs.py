@@ -145,7 +145,7 @@ class LayerConfigs:
         Raises:
             ValueError: names the option.
         """
-        has = {"error": self.has_hooks, "retry": self.has_retry}
+        has = {"error": self.is_followed, "retry": self.has_retry}
         if not has.get(self.on_overflow, True):
             raise ValueError(
                 f"a training loop must have StepHooks to follow on_overflow={self.on_overflow!r}, "

@@ -150,6 +150,9 @@ def test_an_error_ends_the_run_and_needs_telemetry():
     with pytest.raises(ValueError, match=words):
         run(chunk[0], 1)
     run(chunk[0], 1, training=False)
+    StepHooks([chunk])  # They end at once.
+    with pytest.raises(ValueError, match=words):
+        run(chunk[0], 1)
     chunk, hooks = overflowing(on_overflow="error", overflow_threshold=0.1)
     passes(chunk)
     hooks.after_step()
