@@ -25,7 +25,7 @@ from padded_dispatch.experts.scaled import quantize, widen
 from padded_dispatch.experts.store import RUN_ONCE, Room
 from padded_dispatch.kernels import Scaled
 from padded_dispatch.routing import require_choices
-from padded_dispatch.utils.phases import unseen
+from padded_dispatch.utils.phases import require_first_derivatives, unseen
 
 NO_LEVEL = 2**31 - 1  # Every place is below it.
 
@@ -253,6 +253,7 @@ class _Release(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_TD):  # pyright: ignore[reportIncompatibleMethodOverride]
+        require_first_derivatives()
         if ctx.state is None:
             raise ValueError(RUN_ONCE)
         (room, offsets, before), ctx.state = ctx.state, None
