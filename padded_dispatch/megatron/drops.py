@@ -62,7 +62,7 @@ class Drops:
             settings = {number: LayerSettings.of(layer) for number, layer in sorted(local.items())}
             device = dispatcher.counters.totals.device
             self._reader = Reader(local, settings, [], device, logs=True)
-            self._is_told = configs.has_hooks
+            self._is_told = configs.hooks is not None
         copy = self._reader.start(0)
         if now:
             self._log(copy)

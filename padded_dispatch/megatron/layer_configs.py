@@ -53,8 +53,8 @@ class LayerConfigs:
         evaluation: the config of evaluation passes.
         fitting: the config of eager passes that drop nothing (`FIT`).
         has_context: whether the layer was last called with an `inference_context`.
-        has_hooks: whether `StepHooks` follow what this layer drops, or did until they ended.
-        hooks: a weak reference to them, in their loop.
+        hooks: a weak reference to the last `StepHooks` of this layer, which may have ended; None if
+            it has had none.
         has_retry: whether they repeat steps in which this layer drops.
         router: the router of the layer; None before the layer has one.
 
@@ -64,7 +64,7 @@ class LayerConfigs:
 
     def __init__(self, config: TransformerConfig, **sizes: Any) -> None:
         self._config, self._sizes, self._options = config, sizes, padded_options(config)
-        self.has_hooks = self.has_retry = self.has_context = False
+        self.has_retry = self.has_context = False
         self.hooks: Callable[[], Any] | None = None
         self._of_pass: dict[bool, DispatchConfig] = {}  # Of each mode's last pass.
         self.router: Any = None
@@ -139,14 +139,19 @@ class LayerConfigs:
         """The option of this name."""
         return self._options.on_overflow
 
+    @property
+    def lacks_hooks(self) -> bool:
+        """True if `on_overflow` asks for hooks that are missing."""
+        has = {"error": self.is_followed, "retry": self.has_retry}
+        return not has.get(self.on_overflow, True)
+
     def check_on_overflow(self) -> None:
         """Raise if `on_overflow` asks for hooks that are missing.
 
         Raises:
             ValueError: names the option.
         """
-        has = {"error": self.is_followed, "retry": self.has_retry}
-        if not has.get(self.on_overflow, True):
+        if self.lacks_hooks:
             raise ValueError(
                 f"a training loop must have StepHooks to follow on_overflow={self.on_overflow!r}, "
                 "got none; make padded_dispatch.megatron.StepHooks of the model before the first "

@@ -91,8 +91,9 @@ class SelectAfterCounting(TopKRouter):
             (
                 *self._settings,
                 ("moe_expert_capacity_factor now", self.config.moe_expert_capacity_factor),
-                ("layer has StepHooks", configs.has_hooks),
+                ("layer has StepHooks", configs.hooks is not None),
                 ("layer has a Retry", configs.has_retry),
+                ("layer lacks StepHooks", configs.lacks_hooks),
                 ("padding_mask has an entry for each token", mask_fits),
                 ("padding_mask is given", captures and padding_mask is not None),
                 # In backward a rank whose output needs none would leave its peers in the exchange.

@@ -91,8 +91,7 @@ class StepHooks:
         self._reader = Reader(local, settings, [None], device, logs=logs)
         self.settings = self._reader.settings
         for layer in local.values():
-            configs = layer.token_dispatcher.configs
-            configs.has_hooks, configs.hooks = True, weakref.ref(self)
+            layer.token_dispatcher.configs.hooks = weakref.ref(self)
         self._reader.finish(self._reader.start(steps_done))
         self._pending: Copy | None = None
         self.retry: Retry | None = None

@@ -219,7 +219,7 @@ def test_options_without_effect_are_named_once(caplog):
     assert trace.startswith("trace='folder' has no effect in a training loop without StepHooks; ")
     assert policy.startswith("moe_token_drop_policy='position' has no effect with a store; set ")
     followed = tiny.padded_layer(moe_expert_capacity_factor=2.0, experts="packed", trace="other")
-    followed.token_dispatcher.configs.has_hooks = True
+    followed.token_dispatcher.configs.hooks = object
     followed(tiny.tokens(4))
     assert len(caplog.messages) == 2
 

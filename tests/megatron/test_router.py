@@ -109,10 +109,10 @@ def _disagreements() -> dict[str, str]:
         with torch.set_grad_enabled(not other):
             differ("gradients are enabled is True on rank 0, False on rank 1", made())
         controlled = made()
-        controlled.dispatcher.configs.has_hooks = other
+        controlled.dispatcher.configs.hooks = object if other else None
         differ("layer has StepHooks is False on rank 0, True on rank 1", controlled)
         controlled.dispatcher.configs.has_retry = not other
-        controlled.dispatcher.configs.has_hooks = True
+        controlled.dispatcher.configs.hooks = object
         differ("layer has a Retry is True on rank 0, False on rank 1", controlled)
         mask = torch.zeros(1, T - other, dtype=torch.bool)
         words = "padding_mask has an entry for each token is True on rank 0, False on rank 1"
@@ -136,6 +136,9 @@ def _disagreements() -> dict[str, str]:
         routers[1].set_layer_number(2)
         # The numbers of dispatchers count those above.
         differ("caller is layer 1 (dispatcher 19) on rank 0, layer 2 (", routers[other])
+        ended = made(on_overflow="error")
+        ended.dispatcher.configs.hooks = (lambda: None) if other else object
+        differ("layer lacks StepHooks is False on rank 0, True on rank 1", ended)
     return found
 
 
