@@ -194,12 +194,12 @@ def gpu_samples() -> Iterator[list[Sample]]:
 
 def joules_of(log: str, median_ms: float | None, samples: list[Sample]) -> float | None:
     """Return the energy of a median step, by the samples of the time in which steps were kept."""
+    if median_ms is None:
+        return None
     ends = [
         datetime.fromisoformat(time)
         for time in re.findall(r"\[([-\d]+ [:.\d]+)\] iteration +\d+/", log)
     ]
-    if median_ms is None:
-        return None
     first = ends[FIRST_STEP - 2] + timedelta(seconds=1)  # Watts are of the second before.
     watts = [watts for time, _, watts in samples if first <= time <= ends[-1]]
     return median_ms / 1000 * fmean(watts) if watts else None
