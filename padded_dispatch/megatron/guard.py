@@ -12,13 +12,15 @@ and in 0.16 and 0.17 computes wrong gradients (`.github/LOG.md`).
 
 A graph of a whole iteration has the padding mask among its inputs, so either all steps have a mask
 or none has. If a batch lacks it, `StaticBufferLoader` leaves the mask of an earlier batch in
-memory, so the loader is guarded for all models.
+memory, so the loader is guarded for all models. Attention of some lengths is refused there.
 """
 
 import atexit
 import functools
 import gc
 import operator
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +30,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from padded_dispatch.config import require
@@ -238,9 +241,34 @@ def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
     return checked_load
 
 
+def _check_attention(model: Any, seq_length: int) -> None:
+    """Raise if a graph of a step would get wrong gradients from cuDNN's attention.
+
+    Up to 9.15.0 its backward reads other memory in replays if a length is no multiple of 128.
+    Transformer Engine then takes other attention, but only in graphs of layers: Megatron does not
+    tell it of this capture. Context parallelism cuts a sequence into two pieces a rank.
+    """
+    engine: Any = sys.modules.get("transformer_engine.pytorch")
+    if engine is None or os.environ.get("NVTE_FUSED_ATTN") == "0":
+        return
+    chunks = model if isinstance(model, list) else [model]
+    modules = (module for chunk in chunks for module in chunk.modules())
+    if any(isinstance(module, engine.DotProductAttention) for module in modules):
+        ranks = get_model_config(chunks[0]).context_parallel_size
+        multiple = 128 * (2 * ranks if ranks > 1 else 1)
+        version = engine.utils.get_cudnn_version()
+        number = ".".join(map(str, version))
+        rule = f"be a multiple of {multiple} in a graph of a whole step with cuDNN {number}"
+        fix = "set one, or graphs of layers, or NVTE_FUSED_ATTN=0, or install cuDNN 9.15.1"
+        ok = version >= (9, 15, 1) or seq_length % multiple == 0
+        require(ok, "seq_length", seq_length, rule, fix)
+
+
 def _wrap_iteration(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
-    def seen_iteration(wrapper: FullCudaGraphWrapper, *args: object, **kwargs: object) -> Any:
+    def seen_iteration(wrapper: FullCudaGraphWrapper, *args: object, **kwargs: Any) -> Any:
+        if not kwargs["forward_only"] and wrapper.cuda_graph["training"] is None:
+            _check_attention(kwargs["model"], kwargs["seq_length"])
         results = run(wrapper, *args, **kwargs)
         if not kwargs["forward_only"] and wrapper.cuda_graph["training"] is not None:
             drops.see_iteration(kwargs["model"])

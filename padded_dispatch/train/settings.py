@@ -295,11 +295,6 @@ class Settings:
             accepted = _STOCK_GRAPHS.get(dispatcher, (output.graph,))
             rule = f"be {' or '.join(accepted)} with --dispatcher {dispatcher}"
             require(output.graph in accepted, "--graph", output.graph, rule)
-            # With 64 and 192 cuDNN's backward of attention reads beyond such a graph's memory.
-            length = self.recipe.seq_length
-            rule = "be a multiple of 128 with --graph full-iteration"
-            fits = output.graph != "full-iteration" or length % 128 == 0
-            require(fits, "--seq-length", length, rule, "set 128 or more, or --graph layer")
         if (folder := self.dispatch.padded.trace) is not None:
             require_folder("--trace", Path(folder))
             unused, rule = not any(Path(folder).glob("*.np*")), "hold no earlier trace"

@@ -15,6 +15,7 @@ import torch
 from megatron.core import package_info
 
 from padded_dispatch.megatron import PaddedOptions
+from tests.support.attention import Attention, refusal_is_exact
 from tests.support.direct_parity import Layer, eager_differs, replay_differs
 from tests.support.generation import GenerationCase, generates_as_stock
 from tests.support.layer_parity import LayerCase, layer_agrees
@@ -41,6 +42,7 @@ WAITS = "replays do not wait"
 LAYER = "a layer is at parity with stock"
 ROOM = "rows in room for all layers equal rows in room of their own"
 TEXT = "text generation equals stock"
+ATTENTION = "a graph of a step refuses attention whose gradients would be wrong"
 DIRECT = "direct stores equal an oracle"
 REPLAYS = "replays of direct stores equal an oracle"
 PASSES = "recomputed and partial passes over direct stores equal plain ones"
@@ -116,6 +118,8 @@ def table(replays: int = 1000) -> list[Row]:
     rows += [*_hybrid()] if VERSION >= (0, 19) else []
     rows += [*_in_flight(), *_generating(), *_at_parity()]
     rows += [*_stored_directly(replays), *_across_hosts(replays)]
+    given: dict[str, Any] = {"run": refusal_is_exact, "case": Attention(), "cpu": False}
+    rows.append(Row(check=ATTENTION, name="64, 96, 128 and 192 positions", **given))
     assert len({(row.check, row.name) for row in rows}) == len(rows), "each row has its own name"
     return sorted(rows, key=lambda row: row.ranks)
 

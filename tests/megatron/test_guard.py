@@ -1,6 +1,7 @@
 """The guard: its rules, on stand-ins."""
 
 import inspect
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoad
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import cuda_graphs
+from torch import nn
 
 from padded_dispatch.megatron import PaddedOptions, compat, guard, install, padded_spec, uninstall
 from tests.support import tiny
@@ -119,6 +121,53 @@ def test_the_replay_of_a_step_is_seen_on_ranks_without_data(uninstalled, monkeyp
         graphs["training"] = graph
     wrapper(**given, forward_only=True)
     assert seen == ["replay"]
+    uninstall()
+
+
+@pytest.mark.parametrize(
+    ("length", "cp", "version", "fused", "multiple"),
+    [
+        (128, 1, (9, 14, 0), "1", 0),
+        (384, 1, (9, 14, 0), None, 0),
+        (64, 1, (9, 14, 0), None, 128),
+        (192, 1, (9, 15, 0), "1", 128),
+        (192, 1, (9, 15, 1), None, 0),
+        (192, 1, (9, 14, 0), "0", 0),
+        (256, 2, (9, 14, 0), None, 512),
+        (512, 2, (9, 14, 0), None, 0),
+    ],
+)
+def test_a_graph_of_a_step_refuses_lengths_with_wrong_gradients_of_attention(
+    uninstalled, monkeypatch, length, cp, version, fused, multiple
+):
+    attention, seen = type("DotProductAttention", (nn.Module,), {}), []
+    engine = SimpleNamespace(
+        DotProductAttention=attention, utils=SimpleNamespace(get_cudnn_version=lambda: version)
+    )
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
+    if fused is None:
+        monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+    else:
+        monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
+    for name, value in (("cuda_graph", None), ("curr_iteration", 0), ("result", None)):
+        values = {"training": value, "validation": value}
+        monkeypatch.setattr(FullCudaGraphWrapper, name, values)
+    guard.install(tiny.config("alltoall", **compat.iteration_graph()))
+    schedule = lambda **given: seen.append(given["seq_length"])  # noqa: E731
+    run = FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=-1)
+    plain: Any = nn.Linear(1, 1)
+    deep: Any = nn.Sequential(nn.Linear(1, 1), nn.Sequential(attention()))
+    plain.config = deep.config = SimpleNamespace(context_parallel_size=cp)
+    given: dict[str, Any] = {"num_microbatches": 1, "seq_length": length}
+    number = ".".join(map(str, version))
+    words = f"^seq_length must be a multiple of {multiple} in .* cuDNN {number}, got {length}; set "
+    for model, data in ((deep, None), ([plain, deep], [None, None])):
+        given |= {"model": model, "data_iterator": data}
+        run(**given, forward_only=True)  # Evaluation has no backward.
+        with pytest.raises(ValueError, match=words) if multiple else nullcontext():
+            run(**given, forward_only=False)
+    assert seen == [length] * (2 if multiple else 4)
+    run(**given | {"model": [plain, plain]}, forward_only=False)  # They have other attention.
     uninstall()
 
 

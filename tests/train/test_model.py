@@ -110,14 +110,6 @@ def test_stock_dispatchers_refuse_what_they_cannot_capture(dispatcher, possible)
             on_a_gpu(graph, dispatcher)
 
 
-def test_a_graph_of_a_whole_step_refuses_lengths_that_attention_cannot_take():
-    words = "--seq-length must be a multiple of 128 with --graph full-iteration, got 192; set 128"
-    with pytest.raises(ValueError, match=f"^{words} or more, or --graph layer$"):
-        on_a_gpu("full-iteration", seq_length=192)
-    assert on_a_gpu("full-iteration", seq_length=256).recipe.seq_length == 256
-    assert on_a_gpu("layer", seq_length=64).recipe.seq_length == 64
-
-
 def test_graphs_set_fields_of_the_config():
     assert graph_fields(on_a_gpu("none")) == {}
     common = {"cuda_graph_impl": "transformer_engine", "cuda_graph_warmup_steps": 3}
