@@ -36,9 +36,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run the tests of named files in this process, which starts at once, and those of GPUs."""
+    """Run the tests of named files in this process, which starts at once, and those of GPUs.
+
+    Others run in one more than there are cores, because many wait for processes.
+    """
     files = all(".py" in argument for argument in config.args)
-    return 0 if files or torch.cuda.is_available() else min(os.cpu_count() or 1, 8)
+    return 0 if files or torch.cuda.is_available() else min((os.cpu_count() or 1) + 1, 8)
 
 
 @pytest.fixture(scope="session", autouse=True)

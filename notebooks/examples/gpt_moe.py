@@ -106,7 +106,7 @@ def main(given):
         adam.load_state_dict(state["adam"])
     after_step = StepHooks([model]).after_step if given.dispatcher == "padded" else lambda: None
     show, data = print if dist.get_rank() == 0 else id, batches(seed=1)
-    for step in range(1, 61):
+    for step in range(1, given.steps + 1):
         model.zero_grad_buffer()
         adam.zero_grad()
         loss = run(model, data)
@@ -127,6 +127,7 @@ def main(given):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dispatcher", choices=["padded", "stock"], default="padded")
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save", help="folder for a checkpoint")
     parser.add_argument("--load", help="folder of a checkpoint to go on with")
     dist.init_process_group("nccl" if ON_GPU else "gloo", device_id=DEVICE if ON_GPU else None)
