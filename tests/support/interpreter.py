@@ -31,6 +31,7 @@ def patch_interpreter() -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    _convert_bools()
     _convert_e4m3()
     _remember_types()
     _remember_shapes()
@@ -49,6 +50,19 @@ def _patch_modules_once() -> None:
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = patch_new
+
+
+def _convert_bools() -> None:
+    """Let a kernel have a bool as its argument, which Triton's interpreter refuses up to 3.7."""
+    convert: Callable[[Any], Any] = interpreter._implicit_cvt
+
+    def converted(given: Any) -> Any:
+        if not isinstance(given, bool):
+            return convert(given)
+        handle = interpreter.TensorHandle(np.array([given]), core.int1)
+        return core.tensor(handle, core.int1)
+
+    interpreter._implicit_cvt = converted
 
 
 def _convert_e4m3() -> None:
