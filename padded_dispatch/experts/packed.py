@@ -270,19 +270,18 @@ def _refill(
     """
     assert room.top is not None
     segments, listed = here.segments, here.listed
-    stale = torch.maximum(segments.offsets, room.top[2])
+    base = segments.offsets[:1]
+    stale = torch.maximum(segments.offsets, room.top[2]) if gives_back else segments.offsets - base
+    refilled = dataclasses.replace(segments, offsets=stale)
+    refilled = dataclasses.replace(refilled, tiles=gemm.row_tiles(refilled))
     if not gives_back:
-        base, like = segments.offsets[:1], here.buffers.fc1_MG
-        stale = segments.offsets - base
-        row_AK = listed.row_AK - base * (listed.row_AK >= 0)
+        row_AK, like = listed.row_AK - base * (listed.row_AK >= 0), here.buffers.fc1_MG
         room = dataclasses.replace(room, stack=None)
         here = _Rows(
             listed=dataclasses.replace(listed, row_AK=row_AK),
-            segments=dataclasses.replace(segments, offsets=stale),
+            segments=refilled,
             buffers=room.buffers(segments.num_rows, like.shape[1], like=like),
         )
-    segments = dataclasses.replace(segments, offsets=stale)
-    refilled = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
     _multiply_by_fc1(tokens, dataclasses.replace(here, segments=refilled), weights, homes_S)
     return here
 

@@ -5,6 +5,7 @@ Ranks are threads. Unused memory is NaN: what a pass must not read would show in
 
 import dataclasses
 import itertools
+import random
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -692,23 +693,62 @@ def test_backward_runs_once():
             torch.autograd.grad(model.forward().sum(), model.tokens_TD, create_graph=True)
 
 
+@pytest.mark.parametrize("factor", [0.5, 0.8, 2.0])
 @pytest.mark.parametrize("experts", [plain, packed], ids=["plain", "packed"])
-def test_backward_passes_in_the_order_of_forward_passes(experts: Any):
-    """As with a loss for each layer: the rows of a layer behind stay."""
-    case, found = Case(routings=("full", "hot"), factor=2.0), []
+def test_backward_passes_in_the_order_of_forward_passes(experts: Any, factor: float):
+    """As with a loss for each layer: the rows of a layer behind stay, those of another move."""
+    case, found = Case(routings=("full", "hot", "full"), factor=factor), []
     for in_order in (False, True):
         model, outs, lasts = Model(case, experts.run), [], []
         with poisoned_memory():
-            for number in range(2):
+            for number in range(3):
                 outs.append(model.forward(numbers=[number]))
                 model.tokens_TD = outs[-1].detach()
             for out_TD in outs if in_order else reversed(outs):
                 out_TD.backward(model.grad_TD)
                 lasts += [stack.last for stack in model.store._stacks]
         assert stacks_are_empty(model.store) != in_order
-        assert lasts == ([1, -1] if in_order else [0, -1])  # Then the next pass begins at 0.
+        # Then the next pass begins at 0.
+        assert lasts == ([2, 2, -1] if in_order else [1, 0, -1])
         found.append(model.gradients())
     assert differences(*found) == []
+
+
+def _passes(case: Case, order: list[tuple[bool, int, int]]) -> dict[tuple[int, int], Any]:
+    """Run passes of micro-batches through single layers; return gradients by both.
+
+    `order`: whether a pass is a forward one, its micro-batch and layer.
+    """
+    model, outs, found = Model(case), {}, {}
+    tokens_TD = model.tokens_TD.detach()
+    for is_forward, number, layer in order:
+        if is_forward:
+            model.tokens_TD = (tokens_TD * (1 + number) + layer).requires_grad_()
+            outs[number, layer] = model.tokens_TD, model.forward(numbers=[layer])
+        else:
+            own_TD, out_TD = outs.pop((number, layer))
+            leaves = own_TD, model.probs_YTE[layer], model.weights[layer].fc1_LGD
+            found[number, layer] = torch.autograd.grad(out_TD, leaves, model.grad_TD)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_passes_of_layers_and_micro_batches_in_any_order(seed: int):
+    """Each has the gradients that it has alone, in a store that holds it."""
+    rng, order, waiting = random.Random(seed), [], []
+    case = Case(routings=("full", "hot", "full"), factor=rng.choice([0.3, 0.5, 0.8]))
+    layers = {number: iter(range(3)) for number in (0, 1)}
+    for number in rng.sample([0, 0, 0, 1, 1, 1], 6):
+        order.append((True, number, next(layers[number])))
+        waiting.insert(rng.randrange(len(waiting) + 1), (False, *order[-1][1:]))
+        if rng.random() < 0.3:
+            order.append(waiting.pop())
+    with poisoned_memory():
+        found = _passes(case, order + waiting)
+    room = dataclasses.replace(case, factor=3.0)
+    for (number, layer), gradients in found.items():
+        alone = _passes(room, [(True, number, layer), (False, number, layer)])[number, layer]
+        assert all(map(torch.equal, gradients, alone)), (number, layer)
 
 
 @pytest.mark.parametrize("experts", [plain, packed], ids=["plain", "packed"])
