@@ -190,8 +190,9 @@ class IterationGraph:
 
         Raises:
             ValueError: if an argument is missing, or the arguments or the layers have changed since
-                the first call; in the first call, if the model is not in DDP, or DDP reads
-                gradients on the host, and see `check_random_states`.
+                the first call; in the first call, if the model is not in DDP, DDP reads gradients
+                on the host, or attention of this length has wrong gradients in a graph (see
+                `guard`), and see `check_random_states`.
             torch.OutOfMemoryError: if the graph does not fit; the message names it.
         """
         names = "num_microbatches", "seq_length", "micro_batch_size"
