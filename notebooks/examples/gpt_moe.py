@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 gpt_moe.py --save checkpoint
     torchrun --nproc-per-node 2 gpt_moe.py --load checkpoint --dispatcher stock
 
-The processes run on GPUs, or all on CPUs. The second command goes on with Megatron's dispatcher.
+They run on GPUs, or all on CPUs. The second goes on for 20 steps with Megatron's dispatcher.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def main(given):
         adam.load_state_dict(state["adam"])
     after_step = StepHooks([model]).after_step if given.dispatcher == "padded" else lambda: None
     show, data = print if dist.get_rank() == 0 else id, batches(seed=1)
-    for step in range(1, given.steps + 1):
+    for step in range(1, 21 if given.load else 61):
         model.zero_grad_buffer()
         adam.zero_grad()
         loss = run(model, data)
@@ -127,7 +127,6 @@ def main(given):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dispatcher", choices=["padded", "stock"], default="padded")
-    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save", help="folder for a checkpoint")
     parser.add_argument("--load", help="folder of a checkpoint to go on with")
     dist.init_process_group("nccl" if ON_GPU else "gloo", device_id=DEVICE if ON_GPU else None)
