@@ -43,8 +43,8 @@ def refusal_is_exact(case: Attention) -> list[str]:
                 refused = False
             except ValueError:
                 refused = True
-            if refused == _replays_as_eager(model[0], case, length):
-                broken.append(f"{length} positions: refused {refused}, replays right {refused}")
+            if refused == (right := _replays_as_eager(model[0], case, length)):
+                broken.append(f"{length} positions: refused {refused}, replays right {right}")
     return broken
 
 
