@@ -5,10 +5,12 @@ and both gradients of rows. Each row of the product may go to an address of its 
 GPUs. `weight_gradients` multiplies two blocks of rows of one expert. It may add the product to a
 buffer, or store it there if the buffer counts as zeros.
 
-The kernels are persistent: programs take tiles in turn, experts in ascending order. Rows times a
-small weight take all columns before the next rows. With a large one they take up to 16 tiles of
-rows before the next columns, so that an expert of at most 2,048 rows has its weight read once.
-`row_tiles` lists tiles of rows, once for all products with the same offsets.
+The kernels are persistent: programs take tiles in turn. Rows times weights take experts in
+ascending order, with a small weight all columns before the next rows. With a large one they take up
+to 16 tiles of rows before the next columns, so that an expert of at most 2,048 rows has its weight
+read once. A tile of a weight's gradient takes as long as its expert has rows: experts with many
+rows come first, so that programs end together. `row_tiles` lists tiles of rows, and that order of
+experts, once for all products with the same offsets.
 
 The tensor memory accelerator (TMA) reads operands and writes results. Plain stores write sums that
 are added to, and rows with addresses. A descriptor of rows ends at an expert's last row, as in
@@ -174,17 +176,19 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def row_tiles(segments: Segments) -> Tensor:
-    """List the tiles of rows that products compute: int32 [1 + most tiles, 4].
+    """List the tiles of rows that products compute: int32 [1 + most tiles, 5].
 
     Line 0 has the number of tiles. The line of a tile has its expert, and the first tile, number of
     tiles, and first row, as offsets count, of its group: at most 16 tiles of one expert, with equal
-    lines. Lines behind the last tile are unspecified.
+    lines. Lines behind the last tile are unspecified. The last column has the experts, those with
+    more rows first, from line 1 on.
 
     Example: `offsets = [10, 13, 13, 17]` of three experts and tiles of 2 rows give the lines
-    `[4, 0, 0, 0]`, `[0, 0, 2, 10]` twice, and `[2, 2, 2, 13]` twice.
+    `[4, 0, 0, 0, _]`, `[0, 0, 2, 10, 2]`, `[0, 0, 2, 10, 0]`, `[2, 2, 2, 13, 1]` and `[2, 2, 2, 13,
+    _]`.
     """
     most = segments.num_rows // _TILES.rows + segments.num_experts
-    table = segments.offsets.new_empty(1 + most, 4)
+    table = segments.offsets.new_empty(1 + most, 5)
     _row_tiles_kernel[(triton.cdiv(most, _TILES_AT_A_TIME),)](
         segments.offsets,
         segments.num_sources,
@@ -226,13 +230,21 @@ def _row_tiles_kernel(
     first_row = tl.sum(tl.where(mine, start[None, :], 0), 1)
     before = (tile - first_tile) // GROUP * GROUP
     there = tile < total
-    line = table + 4 * (1 + tile)
+    line = table + 5 * (1 + tile)
     tl.store(line, expert, mask=there)
     tl.store(line + 1, first_tile + before, mask=there)
     tl.store(line + 2, tl.minimum(last_tile - first_tile - before, GROUP), mask=there)
     tl.store(line + 3, first_row + before * ROWS, mask=there)
     if tl.program_id(0) == 0:
         tl.store(table + tl.arange(0, 4), tl.where(tl.arange(0, 4) == 0, total, 0))
+    # The place of expert `tile` in the order is the number of experts that come before it.
+    own = e[None, :] == tile[:, None]
+    num_rows = tl.where(valid, end - start, 0)
+    of_own = tl.sum(tl.where(own, num_rows[None, :], 0), 1)[:, None]
+    before_own = (num_rows[None, :] == of_own) & (e[None, :] < tile[:, None])
+    before_own = ((num_rows[None, :] > of_own) | before_own) & valid[None, :]
+    place = tl.sum(before_own.to(tl.int32), 1)
+    tl.store(table + 5 * (1 + place) + 4, tile, mask=tile < num_experts)
 
 
 @triton.jit
@@ -320,7 +332,7 @@ def _tile(tile, table, tiles_across, DOWN: tl.constexpr, ROWS: tl.constexpr, COL
     Tiles are numbered group by group, and in a group down its rows first if DOWN, else across. The
     line that is read is one of the group, whose lines are equal.
     """
-    line = table + 4 * (1 + tile // tiles_across)
+    line = table + 5 * (1 + tile // tiles_across)
     of_group = tile - tl.load(line + 1) * tiles_across
     if DOWN:
         group = tl.load(line + 2)
@@ -363,7 +375,7 @@ def weight_gradients(
     Args:
         grad: contiguous bf16 or fp16, as wide as O, a multiple of 8.
         rows: loose, contiguous, same dtype, as wide as I, a multiple of 8.
-        segments: where the rows of each expert lie; tiles are not read.
+        segments: where the rows of each expert lie, with the table of `row_tiles`.
         sums_LOI: contiguous, in fp32 or the dtype of the rows; None makes a result in the latter.
             Either is rounded once, after the addition.
         zeroed: int32 [2], required with sums. Unless the first is 0, products are stored, whatever
@@ -377,6 +389,7 @@ def weight_gradients(
     9, 9, 10]` of three experts, give `[[[21]], [[0]], [[300]]]`. With `zeroed = [0, 0]` sums of
     ones become `[[[22]], [[1]], [[301]]]`, and with `[1, 0]` the products.
     """
+    assert segments.tiles is not None
     num_experts, width_out, width_in = segments.num_experts, grad.shape[1], rows.shape[1]
     out_LOI = rows.new_empty(num_experts, width_out, width_in) if sums_LOI is None else sums_LOI
     rows_of_expert = segments.num_expected / num_experts
@@ -392,6 +405,7 @@ def weight_gradients(
             zeroed,
             segments.offsets,
             segments.num_sources,
+            segments.tiles,
             num_experts,
             width_out,
             width_in,
@@ -430,6 +444,7 @@ def _weight_gradients_kernel(
     zeroed,
     offsets,
     num_sources,
+    table,
     num_experts,
     width_out,
     width_in,
@@ -446,12 +461,13 @@ def _weight_gradients_kernel(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     of_expert = tiles_down * tiles_across
     # How many blocks of rows the tiles of this program have. No rows are one block of zeros.
-    e = tl.arange(0, EXPERTS)
-    valid = e < num_experts
+    place = tl.arange(0, EXPERTS)
+    valid = place < num_experts
+    e = tl.load(table + 5 * (1 + place) + 4, mask=valid, other=0)
     starts = tl.load(offsets + e * num_sources, mask=valid, other=0)
     ends = tl.load(offsets + (e + 1) * num_sources, mask=valid, other=0)
-    before = (e * of_expert + num_programs - 1 - program) // num_programs
-    until = ((e + 1) * of_expert + num_programs - 1 - program) // num_programs
+    before = (place * of_expert + num_programs - 1 - program) // num_programs
+    until = ((place + 1) * of_expert + num_programs - 1 - program) // num_programs
     blocks = (until - before) * tl.maximum(tl.cdiv(ends - starts, INNER), 1)
     num_steps = tl.sum(tl.where(valid, blocks, 0), 0)
     if zeroed is not None:
@@ -474,7 +490,7 @@ def _weight_gradients_kernel(
         block = tl.where(block == num_blocks - 1, 0, block + 1)
         if block == 0:
             tile += num_programs
-            expert = tile // of_expert
+            expert = tl.load(table + 5 * (1 + tile // of_expert) + 4)
             down = tile // tiles_across % tiles_down * ROWS
             across = tile % tiles_across * COLUMNS
             start = tl.load(offsets + expert * num_sources)

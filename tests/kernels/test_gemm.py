@@ -93,8 +93,10 @@ def test_row_tiles_are_listed_expert_by_expert(counts, num_sources):
         start += count
     segments = segments_of(counts, base=1000, num_sources=num_sources)
     found = gemm.row_tiles(segments)
-    assert found.shape == (1 + segments.num_rows // gemm._TILES.rows + len(counts), 4)
-    assert found[: 1 + len(expected)].tolist() == [[len(expected), 0, 0, 0], *expected]
+    assert found.shape == (1 + segments.num_rows // gemm._TILES.rows + len(counts), 5)
+    assert found[: 1 + len(expected), :4].tolist() == [[len(expected), 0, 0, 0], *expected]
+    by_rows = sorted(range(len(counts)), key=lambda expert: -counts[expert])
+    assert found[1 : 1 + len(counts), 4].tolist() == by_rows
 
 
 @SMALL_TILES
@@ -231,7 +233,7 @@ def test_a_scaled_row_that_is_not_finite_spoils_itself_alone(value):
 @STORED
 def test_weight_gradients_are_added_in_fp32(counts, base, num_sources, stored):
     generator = torch.Generator().manual_seed(len(counts))
-    segments = segments_of(counts, base=base, num_sources=num_sources)
+    segments = tiled(counts, base=base, num_sources=num_sources)
     num_rows, width_out, width_in = sum(counts), 72, 40
 
     def draw(*shape: int) -> Tensor:
@@ -329,7 +331,7 @@ def test_examples():
     at_M = here(torch.tensor([0] * 5 + addresses(buffer_NO, [1, 0])))
     gemm.rows_times_weights(*given, at_M=at_M, stored=False)
     assert buffer_NO[:, 0].tolist() == [4, 1]
-    segments = segments_of([2, 0, 1], base=7)
+    segments = tiled([2, 0, 1], base=7)
     grad, rows = padded([1], [2], [3]), padded([1], [10], [100])
     given = operand(grad, segments, False), operand(rows, segments, False), segments
     assert gemm.weight_gradients(*given, stored=False)[:, 0, 0].tolist() == [21, 0, 300]
@@ -341,5 +343,6 @@ def test_examples():
 
 def test_row_tiles_example(monkeypatch):
     monkeypatch.setattr(gemm, "_TILES", gemm.Tiles(rows=2))
-    found = gemm.row_tiles(segments_of([3, 0, 4], base=10))[:5].tolist()
-    assert found == [[4, 0, 0, 0], *[[0, 0, 2, 10]] * 2, *[[2, 2, 2, 13]] * 2]
+    found = gemm.row_tiles(segments_of([3, 0, 4], base=10))[:5]
+    assert found[:, :4].tolist() == [[4, 0, 0, 0], *[[0, 0, 2, 10]] * 2, *[[2, 2, 2, 13]] * 2]
+    assert found[1:4, 4].tolist() == [2, 0, 1]
