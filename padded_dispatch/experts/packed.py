@@ -89,14 +89,15 @@ class _Pass(torch.autograd.Function):
         found = layout.lay_out(count_SL, room.top, first=room.first, limit=room.limit, **counters)
         plans = expert_SPK, arrived.place_SPK, arrived.prob_SPK
         listed = layout.list_slots(*plans, found.offsets, found.level, num_experts)
-        segments = Segments(
-            offsets=found.offsets,
-            num_experts=num_experts,
-            num_sources=num_sources,
-            num_rows=room.max_rows,
-            num_expected=room.share,
+        segments = gemm.with_tiles(
+            Segments(
+                offsets=found.offsets,
+                num_experts=num_experts,
+                num_sources=num_sources,
+                num_rows=room.max_rows,
+                num_expected=room.share,
+            )
         )
-        segments = dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
         buffers = room.buffers(segments.num_rows, fc1_width, like=tokens_TD)
         rows_here = _Rows(listed=listed, segments=segments, buffers=buffers)
 
@@ -272,8 +273,7 @@ def _refill(
     segments, listed = here.segments, here.listed
     base = segments.offsets[:1]
     stale = torch.maximum(segments.offsets, room.top[2]) if gives_back else segments.offsets - base
-    refilled = dataclasses.replace(segments, offsets=stale)
-    refilled = dataclasses.replace(refilled, tiles=gemm.row_tiles(refilled))
+    refilled = gemm.with_tiles(dataclasses.replace(segments, offsets=stale))
     if not gives_back:
         row_AK, like = listed.row_AK - base * (listed.row_AK >= 0), here.buffers.fc1_MG
         room = dataclasses.replace(room, stack=None)

@@ -41,7 +41,7 @@ class Segments:
         num_sources: S, the sources of each expert's rows.
         num_rows: the most rows of a pass; loose tensors have this many (N).
         num_expected: rows of a pass in perfect balance, which choose tiles of weight gradients.
-        tiles: the table of `gemm.row_tiles`, which only products read.
+        tiles: the table of `gemm.with_tiles`, which only products read, of these very offsets.
     """
 
     offsets: Tensor

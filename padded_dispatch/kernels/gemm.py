@@ -9,7 +9,7 @@ The kernels are persistent: programs take tiles in turn. Rows times weights take
 ascending order, with a small weight all columns before the next rows. With a large one they take up
 to 16 tiles of rows before the next columns, so that an expert of at most 2,048 rows has its weight
 read once. A tile of a weight's gradient takes as long as its expert has rows: experts with many
-rows come first, so that programs end together. `row_tiles` lists tiles of rows, and that order of
+rows come first, so that programs end together. `with_tiles` lists tiles of rows, and that order of
 experts, once for all products with the same offsets.
 
 The tensor memory accelerator (TMA) reads operands and writes results. Plain stores write sums that
@@ -23,6 +23,7 @@ Rows and weights may both be `Scaled`. Then tensor cores multiply their values, 
 are faster and less exact than fp32. Scales are applied at the end.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ def rows_times_weights(
         rows: contiguous bf16 or fp16, as wide as I, a multiple of 8; or scaled, I a multiple of 16.
         weight_LOI: same dtype, contiguous or the transpose (1, 2) of a contiguous one; O is a
             multiple of 8. Scaled with scaled rows, and contiguous.
-        segments: with the table of `row_tiles`.
+        segments: with tiles.
         stored: whether `rows` are stored, or loose.
         out: stored, contiguous, in the dtype of the rows, as wide as O; None makes a loose one of N
             rows, unless there is `at_M`.
@@ -175,8 +176,8 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def row_tiles(segments: Segments) -> Tensor:
-    """List the tiles of rows that products compute: int32 [1 + most tiles, 5].
+def with_tiles(segments: Segments) -> Segments:
+    """Return the segments with `tiles`, what products compute: int32 [1 + most tiles, 5].
 
     Line 0 has the number of tiles. The line of a tile has its expert, and the first tile, number of
     tiles, and first row, as offsets count, of its group: at most 16 tiles of one expert, with equal
@@ -200,7 +201,7 @@ def row_tiles(segments: Segments) -> Tensor:
         TILES=_TILES_AT_A_TIME,
         num_warps=4,
     )
-    return table
+    return dataclasses.replace(segments, tiles=table)
 
 
 @triton.jit
@@ -375,7 +376,7 @@ def weight_gradients(
     Args:
         grad: contiguous bf16 or fp16, as wide as O, a multiple of 8.
         rows: loose, contiguous, same dtype, as wide as I, a multiple of 8.
-        segments: where the rows of each expert lie, with the table of `row_tiles`.
+        segments: where the rows of each expert lie, with tiles.
         sums_LOI: contiguous, in fp32 or the dtype of the rows; None makes a result in the latter.
             Either is rounded once, after the addition.
         zeroed: int32 [2], required with sums. Unless the first is 0, products are stored, whatever

@@ -558,8 +558,8 @@ def test_rows_refilled_elsewhere_leave_out_the_same_choices(monkeypatch):
 
 def test_transients_hold_what_can_arrive(monkeypatch):
     found = []
-    row_tiles = gemm.row_tiles
-    monkeypatch.setattr(gemm, "row_tiles", lambda one: found.append(one.num_rows) or row_tiles(one))
+    tiled = gemm.with_tiles
+    monkeypatch.setattr(gemm, "with_tiles", lambda one: found.append(one.num_rows) or tiled(one))
     on_ranks(Case(ranks=4, routings=("full",), tokens=3, slots=3))
     assert found == [4 * 3 * 2] * 4  # 4 sources, 3 tokens, K = 2; five shares are 30.
     found.clear()

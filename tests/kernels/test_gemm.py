@@ -1,6 +1,5 @@
 """Grouped products against one product per expert, bit by bit."""
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -51,8 +50,7 @@ KINDS = pytest.mark.parametrize("kind", ["stored", "loose", "e4m3"])
 
 
 def tiled(counts: list[int], **how: int) -> Segments:
-    segments = segments_of(counts, **how)
-    return dataclasses.replace(segments, tiles=gemm.row_tiles(segments))
+    return gemm.with_tiles(segments_of(counts, **how))
 
 
 def by_expert(rows_nI: Tensor, weight_LOI: Tensor, counts: list[int]) -> Tensor:
@@ -91,8 +89,9 @@ def test_row_tiles_are_listed_expert_by_expert(counts, num_sources):
             line = [expert, first + before, of_group, start + before * gemm._TILES.rows]
             expected += [line] * of_group
         start += count
-    segments = segments_of(counts, base=1000, num_sources=num_sources)
-    found = gemm.row_tiles(segments)
+    segments = tiled(counts, base=1000, num_sources=num_sources)
+    found = segments.tiles
+    assert found is not None
     assert found.shape == (1 + segments.num_rows // gemm._TILES.rows + len(counts), 5)
     assert found[: 1 + len(expected), :4].tolist() == [[len(expected), 0, 0, 0], *expected]
     by_rows = sorted(range(len(counts)), key=lambda expert: -counts[expert])
@@ -343,6 +342,8 @@ def test_examples():
 
 def test_row_tiles_example(monkeypatch):
     monkeypatch.setattr(gemm, "_TILES", gemm.Tiles(rows=2))
-    found = gemm.row_tiles(segments_of([3, 0, 4], base=10))[:5]
+    found = tiled([3, 0, 4], base=10).tiles
+    assert found is not None
+    found = found[:5]
     assert found[:, :4].tolist() == [[4, 0, 0, 0], *[[0, 0, 2, 10]] * 2, *[[2, 2, 2, 13]] * 2]
     assert found[1:4, 4].tolist() == [2, 0, 1]

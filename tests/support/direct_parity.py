@@ -11,7 +11,7 @@ Letters: T tokens, D hidden size, K experts per token, L experts of a rank, M ro
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -177,7 +177,7 @@ def _segments(layer: Layer, arrived: Arrived) -> Segments:
         num_rows=num_rows,
         num_expected=num_rows,
     )
-    return replace(segments, tiles=gemm.row_tiles(segments))
+    return gemm.with_tiles(segments)
 
 
 def step(exchange: DirectStores | Rails, layer: Layer, inputs: Inputs) -> Results:
