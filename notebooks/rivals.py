@@ -397,6 +397,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
     parser.add_argument("--only", nargs="+", choices=sorted({*CONTENDERS, *ON_RANKS}))
     parser.add_argument("--models", nargs="+", default=["qwen3-30b-a3b", "gpt-oss-20b"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 8192, 16384])
     parser.add_argument("--kernels", action="store_true", help="profile each graph")
     parser.add_argument("--seconds", type=float, default=480, help="start no case later")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes in this process")
@@ -415,9 +416,7 @@ def main(argv: list[str] | None = None) -> None:
         require_results("--out", given.out)
     except ValueError as error:
         parser.error(str(error))
-    tokens, models = (4096, 8192, 16384), given.models
-    if given.cpu:
-        tokens, models = (64,), ("tiny",)
+    tokens, models = ((64,), ("tiny",)) if given.cpu else (given.tokens, given.models)
     only = given.only or (CONTENDERS if given.ep == 1 else ON_RANKS)
     order = itertools.product(models, tokens, ("uniform", "recorded"), only)
     names = ("model", "tokens", "routing", "contender")
