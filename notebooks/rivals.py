@@ -296,11 +296,12 @@ def timed(run: Callable[[], object]) -> Row:
 
 
 def kernels(run: Callable[[], object]) -> list[Row]:
-    """Return count and microseconds by kernel name in a pass, longest first."""
+    """Return count and microseconds by kernel name in a pass, from 5 us on, longest first."""
     found = kernels_us(lambda _: run(), PROFILED, torch.device("cuda"))
     sums = {name: (len(us) / PROFILED, round(sum(us) / PROFILED, 2)) for name, us in found.items()}
     longest = sorted(sums.items(), key=lambda item: -item[1][1])
-    return [{"name": name, "count": count, "us": us} for name, (count, us) in longest]
+    rows = [{"name": name[:160], "count": count, "us": us} for name, (count, us) in longest]
+    return [row for row in rows if row["us"] >= 5]
 
 
 def measured(case: Row, wait: Callable[[], object]) -> Iterator[Row]:

@@ -50,7 +50,8 @@ def test_kernels_are_of_one_pass_and_longest_first(monkeypatch):
         where: dict[str, Any] = {"device_type": kind, "time_range": took}
         return SimpleNamespace(name=name, is_user_annotation=annotation, **where)
 
-    one = [event("small", 1), event("small", 2), event("product", 40), event("launch", 9, "CPU")]
+    one = [event("small", 3), event("small", 2), event("product", 40), event("launch", 9, "CPU")]
+    one.append(event("tiny", 4.9))
     events = one * rivals.PROFILED + [event("range", 99, annotation=True)]
     profiler = SimpleNamespace(events=lambda: events)
     monkeypatch.setattr(measure, "profile", lambda activities: nullcontext(profiler))
@@ -58,6 +59,6 @@ def test_kernels_are_of_one_pass_and_longest_first(monkeypatch):
     passes: list[int] = []
     assert rivals.kernels(lambda: passes.append(1)) == [
         {"name": "product", "count": 1, "us": 40},
-        {"name": "small", "count": 2, "us": 3},
+        {"name": "small", "count": 2, "us": 5},
     ]
     assert len(passes) == rivals.PROFILED
