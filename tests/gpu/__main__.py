@@ -4,13 +4,14 @@
 
 Runs all rows of `tests.gpu.table` that the machine has GPUs for, and loses a rank amid replays of
 direct writes. The results file is complete after every row; a row that fails or times out does not
-end the run. `--only TEXT` runs rows with this text in their check or name. `--ranks N` lets ranks
-share GPUs where there are fewer: NCCL must be 2.30 or newer (LD_PRELOAD), or out of the way by
-`--gloo`, which serves direct writes. `--cpu N` runs the rows that a CPU can, on N processes over
-gloo, in small sizes.
+end the run. `--only TEXT` runs rows with this text in their check or name. `--part I N` runs every
+N-th row, so that N commands share the table. `--ranks N` lets ranks share GPUs where there are
+fewer: NCCL must be 2.30 or newer (LD_PRELOAD), or out of the way by `--gloo`, which serves direct
+writes. `--cpu N` runs the rows that a CPU can, on N processes over gloo, in small sizes.
 """
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the results file")
     parser.add_argument("--commit", required=True, help="commit that this tree was made from")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT")
+    parser.add_argument("--part", nargs=2, type=int, default=[0, 1], metavar=("I", "N"))
     parser.add_argument("--ranks", type=int, metavar="N", help="the most ranks, on any GPUs")
     parser.add_argument("--gloo", action="store_true", help="groups over gloo, also on GPUs")
     parser.add_argument("--replays", type=int, metavar="N", default=1000, help="of direct stores")
@@ -43,8 +45,12 @@ def main() -> int:
     if not num_ranks:
         parser.error("this program needs a GPU, got none; set --cpu N to run without")
 
+    part, num_parts = arguments.part
+    numbers = itertools.count()
+
     def wanted(text: str) -> bool:
-        return any(one in text for one in arguments.only or [""])
+        named = any(one in text for one in arguments.only or [""])
+        return named and next(numbers) % num_parts == part
 
     rows = Rows(arguments, num_gpus)
     device = "cuda" if num_gpus else "cpu"

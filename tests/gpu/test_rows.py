@@ -124,6 +124,10 @@ def test_the_file_is_written_row_by_row_and_a_failure_does_not_end_it(tmp_path, 
     named = {"check": "a check", "name": "1", "ranks": 1, "passed": True, "failures": []}
     assert named.items() <= run["rows"][2].items()
     assert run["about"]["commit"] == "abc" and run["about"]["versions"]["megatron-core"]
+    part = ["--only", ": 3", "--only", ": 1", "--part", "1", "2"]
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-2], *part])
+    assert program.main() == 0  # The second of these two passes.
+    assert [row["name"] for row in json.loads(out.read_text())["runs"][1]["rows"]] == ["1"]
 
 
 def _compared(ours: float) -> list[str]:
