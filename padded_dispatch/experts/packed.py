@@ -189,7 +189,7 @@ class _Pass(torch.autograd.Function):
 
         # 1. Send gradients, and the tokens again if none were kept. Config and T alone decide that:
         # a rank that sent no tokens would leave its peers without them.
-        own_TD = saved["own_TD"]
+        own_TD, grad_TD = saved["own_TD"], grad_TD.contiguous()  # That of a sum repeats one number.
         values, tokens = wire.push(grad_TD, own_TD if wire.sends_again else None)
         tokens = tokens or Values(rows_SPD=saved["kept_SPD"], own_TD=own_TD, own=state.own)
 

@@ -8,7 +8,7 @@ import itertools
 import random
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -680,6 +680,23 @@ def test_a_gradient_that_is_asked_for_by_name_is_found():
     out_TD = model.forward()
     out_TD.backward(model.grad_TD)
     assert torch.equal(found, weight.grad)
+
+
+def _trained_by(case: Case, grad_of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    model = Model(case)
+    model.forward().backward(grad_of(model.grad_TD))
+    return model.gradients()
+
+
+@pytest.mark.parametrize(("ranks", "exchange"), [(1, "alltoall"), (2, "alltoall"), (2, "direct")])
+def test_a_gradient_may_lie_in_memory_in_any_way(ranks: int, exchange: str):
+    """Like that of a sum, which is one number, or of a transpose behind the layer."""
+    case = Case(ranks=ranks, exchange=exchange, **SMALL)
+    for way in (lambda one: one[:1, :1].expand_as(one), lambda one: one.T.contiguous().T):
+        alike = lambda one, way=way: way(one).contiguous()  # noqa: E731
+        with poisoned_memory():
+            found, expected = (on_ranks(case, _trained_by, grad_of=of) for of in (way, alike))
+        assert not any(map(differences, found, expected))
 
 
 def test_backward_runs_once():
