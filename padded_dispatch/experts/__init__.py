@@ -11,6 +11,7 @@ Letters: see `padded_dispatch.config`.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -78,14 +79,18 @@ class Sums:
             dtype that is never written; layers may share it.
         zeroed: int32 [2]. If the first is not 0, the sums are zeros: backward stores the next
             gradient instead of adding it, and sets the first to 0. The second is scratch.
+        told: called when backward has added the gradient, before autograd gets the stand-in.
     """
 
     sums_LOI: Tensor
     spare_LOI: Tensor
     zeroed: Tensor
+    told: Callable[[], None] | None = None
 
     def unspecified(self) -> Tensor:
         """Return the stand-in that autograd gets for a weight whose gradient was added."""
+        if self.told is not None:
+            self.told()
         # A new tensor, since autograd copies a gradient if anything else refers to its tensor.
         return self.spare_LOI.detach()
 

@@ -141,9 +141,10 @@ class StackedLinear(nn.Module):
     def sums(self, adds: bool) -> Sums | None:
         """Return DDP's buffer to which the backward of this pass adds the weight's gradient.
 
-        It also sets `grad_added_to_main_grad`, which DDP reads after backward and resets before a
-        step. None in evaluation, outside of DDP, with FSDP, for a frozen weight, for sums in a
-        dtype that is neither fp32 nor the weight's, and without `adds`, see `adds_gradients`.
+        That backward, and not this call, sets `grad_added_to_main_grad`, which DDP reads after it
+        and resets before a step: a loop may zero gradients between forward and backward. None in
+        evaluation, outside of DDP, with FSDP, for a frozen weight, for sums in a dtype that is
+        neither fp32 nor the weight's, and without `adds`, see `adds_gradients`.
         """
         weight: Any = self.weight
         main_grad = getattr(weight, "main_grad", None)
@@ -154,12 +155,15 @@ class StackedLinear(nn.Module):
         if not adds:
             self.zeroed.zero_()
             return None
-        weight.grad_added_to_main_grad = True
         # A replay of Transformer Engine's graphs copies the gradients that it returns, except those
         # of weights with this attribute at the capture. DDP has read it in its constructor.
         weight.skip_backward_post_hook = is_capturing()
-        sums_LOI = main_grad.view_as(weight)
-        return Sums(sums_LOI=sums_LOI, spare_LOI=self.spare(), zeroed=self.zeroed)
+        return Sums(
+            sums_LOI=main_grad.view_as(weight),
+            spare_LOI=self.spare(),
+            zeroed=self.zeroed,
+            told=functools.partial(setattr, weight, "grad_added_to_main_grad", True),
+        )
 
     def spare(self) -> Tensor:
         """Return memory of the weight's shape for autograd to get as a gradient; never written.

@@ -248,6 +248,27 @@ def test_the_first_gradient_of_a_step_is_stored():
         assert torch.equal(twice, 2 * once) and torch.equal(added, 5 + once)
 
 
+def test_gradients_may_be_zeroed_between_forward_and_backward():
+    """As in many loops of PyTorch; NaN stands for the memory that autograd gets."""
+    found = []
+    for zeroes_last in (False, True):
+        made = layer("store", 1.0)
+        ddp = DistributedDataParallel(made.config, DistributedDataParallelConfig(), made)
+        linears = made.experts.linear_fc1, made.experts.linear_fc2
+        ddp.zero_grad_buffer()
+        loss = ddp(tokens(15))[0].square().sum()
+        for linear in linears:
+            linear.spare().fill_(torch.nan)
+            if zeroes_last:  # Of an earlier step.
+                linear.weight.main_grad.fill_(5)
+        if zeroes_last:
+            ddp.zero_grad_buffer()
+        loss.backward()
+        found.append([linear.weight.main_grad.clone() for linear in linears])
+    for wanted, given in zip(*found, strict=True):
+        assert wanted.any() and torch.equal(given, wanted)
+
+
 def _over_two_ranks(work: Callable[..., Any], *args: Any) -> Any:
     with megatron("cpu", expert_model_parallel_size=2):
         return work(*args)
