@@ -247,7 +247,6 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         fix = "build the model again"
         require(options == self._options, "padded_dispatch", options, rule, fix)
         if self.configs.in_training:
-            self.configs.check_on_overflow()
             if self._logs and options.trace is not None and not self.configs.is_followed:
                 log_once(
                     f"trace={options.trace!r} has no effect in a training loop without StepHooks; "

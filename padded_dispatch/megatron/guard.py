@@ -38,6 +38,7 @@ from padded_dispatch.megatron import drops, masks
 from padded_dispatch.megatron.compat import captures_iteration
 from padded_dispatch.megatron.config import MOE_FIELDS, is_ours
 from padded_dispatch.megatron.dispatcher import Copies, counting_tensors, is_padded
+from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.utils.patches import PATCHED, Patches
 
 # Layers read these when they are built; after text generation Megatron leaves None and False there.
@@ -202,7 +203,9 @@ def _replay(
     layer: TransformerLayer, replay: Callable[..., Any], *args: object, **kwargs: Any
 ) -> Any:
     moe: Any = layer.mlp
-    moe.token_dispatcher.configs.check_factor()  # In eager passes the router does.
+    configs = moe.token_dispatcher.configs  # In eager passes the router checks.
+    configs.check_factor()
+    configs.check_on_overflow()
     captured = _captured.get(layer)
     if captured is None:
         return replay(*args, **kwargs)
@@ -251,7 +254,7 @@ def _check_attention(model: Any, seq_length: int) -> None:
     engine: Any = sys.modules.get("transformer_engine.pytorch")
     if engine is None or os.environ.get("NVTE_FUSED_ATTN") == "0":
         return
-    chunks = model if isinstance(model, list) else [model]
+    chunks = _chunks_of(model)
     modules = (module for chunk in chunks for module in chunk.modules())
     if any(isinstance(module, engine.DotProductAttention) for module in modules):
         ranks = get_model_config(chunks[0]).context_parallel_size
@@ -264,11 +267,18 @@ def _check_attention(model: Any, seq_length: int) -> None:
         require(ok, "seq_length", seq_length, rule, fix)
 
 
+def _chunks_of(model: Any) -> list[Any]:
+    return model if isinstance(model, list) else [model]
+
+
 def _wrap_iteration(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def seen_iteration(wrapper: FullCudaGraphWrapper, *args: object, **kwargs: Any) -> Any:
         if not kwargs["forward_only"] and wrapper.cuda_graph["training"] is None:
             _check_attention(kwargs["model"], kwargs["seq_length"])
+        elif not kwargs["forward_only"]:
+            for layer in padded_moe_layers(_chunks_of(kwargs["model"])).values():
+                layer.token_dispatcher.configs.check_on_overflow()
         results = run(wrapper, *args, **kwargs)
         if not kwargs["forward_only"] and wrapper.cuda_graph["training"] is not None:
             drops.see_iteration(kwargs["model"])

@@ -55,7 +55,7 @@ class LayerConfigs:
         has_context: whether the layer was last called with an `inference_context`.
         hooks: a weak reference to the last `StepHooks` of this layer, which may have ended; None if
             it has had none.
-        has_retry: whether they repeat steps in which this layer drops.
+        retry: the same of the `Retry` that repeats steps in which this layer drops.
         router: the router of the layer; None before the layer has one.
 
     Args:
@@ -64,8 +64,9 @@ class LayerConfigs:
 
     def __init__(self, config: TransformerConfig, **sizes: Any) -> None:
         self._config, self._sizes, self._options = config, sizes, padded_options(config)
-        self.has_retry = self.has_context = False
+        self.has_context = False
         self.hooks: Callable[[], Any] | None = None
+        self.retry: Callable[[], Any] | None = None
         self._of_pass: dict[bool, DispatchConfig] = {}  # Of each mode's last pass.
         self.router: Any = None
         self.find_factors(0)  # The layer has no number yet.
@@ -135,6 +136,11 @@ class LayerConfigs:
         return self.hooks is not None and self.hooks() is not None
 
     @property
+    def has_retry(self) -> bool:
+        """True while a `Retry` repeats steps in which this layer drops."""
+        return self.retry is not None and self.retry() is not None
+
+    @property
     def on_overflow(self) -> str:
         """The option of this name."""
         return self._options.on_overflow
@@ -146,7 +152,7 @@ class LayerConfigs:
         return not has.get(self.on_overflow, True)
 
     def check_on_overflow(self) -> None:
-        """Raise if `on_overflow` asks for hooks that are missing.
+        """Raise if `on_overflow` asks for hooks that are missing; call it in each training pass.
 
         Raises:
             ValueError: names the option.

@@ -18,6 +18,7 @@ run has the same experts and kernels. What a step changes, and how it is restore
 import copy
 import logging
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,7 +86,7 @@ class Retry:
         self._layers = [*padded_moe_layers(chunks).values()]
         dispatchers = [layer.token_dispatcher for layer in self._layers]
         for dispatcher in dispatchers:
-            dispatcher.configs.has_retry = True
+            dispatcher.configs.retry = weakref.ref(self)
         self._counters = [c for d in dispatchers for c in (d.counters, d.eval_counters)]
 
     def __call__(self, **kwargs: Any) -> list[Any]:

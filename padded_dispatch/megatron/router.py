@@ -110,6 +110,7 @@ class SelectAfterCounting(TopKRouter):
         )
         if self.training:
             configs.check_factor()
+            configs.check_on_overflow()
             if self.dispatcher.see_pass is not None:
                 self.dispatcher.see_pass()
         require(

@@ -18,7 +18,7 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from padded_dispatch.megatron import guard
+from padded_dispatch.megatron import StepHooks, guard
 from padded_dispatch.megatron.dispatcher import _PLAN_TENSORS
 from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs, check_random_states
 from tests.support import tiny
@@ -137,6 +137,20 @@ def test_a_factor_set_after_the_model_was_built_raises_before_the_replay(megatro
     with (
         patch.object(GraphedLayer, "replay_forward", unreachable),
         pytest.raises(ValueError, match=r"^moe_expert_capacity_factor must stay .*, got 2\.0"),
+    ):
+        training.losses_of(0)
+
+
+def test_a_replay_needs_the_hooks_that_follow_its_drops(megatron):
+    training = training_of("attn", "moe", options={"on_overflow": "error"})
+    hooks = StepHooks(training.chunks)
+    training.losses_of(0)
+    training.capture()
+    training.losses_of(0)
+    del hooks
+    with (
+        patch.object(GraphedLayer, "replay_forward", unreachable),
+        pytest.raises(ValueError, match="must have StepHooks to follow on_overflow='error'"),
     ):
         training.losses_of(0)
 

@@ -113,13 +113,17 @@ def test_the_replay_of_a_step_is_seen_on_ranks_without_data(uninstalled, monkeyp
         monkeypatch.setattr(FullCudaGraphWrapper, name, {"training": 0, "validation": 0})
     guard.install(tiny.config("alltoall", **compat.iteration_graph()))
     wrapper = FullCudaGraphWrapper(lambda **given: seen.append("eager"), cuda_graph_warmup_steps=-1)
-    given = {"model": [None], "data_iterator": None, "num_microbatches": 2, "seq_length": 4}
+    given = {"data_iterator": None, "num_microbatches": 2, "seq_length": 4}
+    given |= {"model": [nn.Identity()]}
     for expected in (["eager"], ["replay", "step"]):
         wrapper(**given, forward_only=False)
         assert seen == expected
         seen.clear()
         graphs["training"] = graph
     wrapper(**given, forward_only=True)
+    given["model"] = [tiny.padded_layer(on_overflow="error")]
+    with pytest.raises(ValueError, match="must have StepHooks"):
+        wrapper(**given, forward_only=False)
     assert seen == ["replay"]
     uninstall()
 

@@ -151,6 +151,12 @@ def test_a_loop_without_retry_is_refused():
         chunk = model(1, on_overflow="retry")
         with pytest.raises(ValueError, match=words):
             chunk[0](torch.randn(13, 1, tiny.HIDDEN))
+    with tiny.default_group(), world(RETRIED):
+        training = Training(RETRIED, on_overflow="retry")
+        training.step(0)
+        training.schedule, training.retry = training.retry.forward_backward_func, None
+        with pytest.raises(ValueError, match=words):  # Nothing repeats this one.
+            training.step(1)
 
 
 # By the setting that is refused: the words of the error, and the change that brings it about.

@@ -111,7 +111,7 @@ def _disagreements() -> dict[str, str]:
         controlled = made()
         controlled.dispatcher.configs.hooks = object if other else None
         differ("layer has StepHooks is False on rank 0, True on rank 1", controlled)
-        controlled.dispatcher.configs.has_retry = not other
+        controlled.dispatcher.configs.retry = None if other else object
         controlled.dispatcher.configs.hooks = object
         differ("layer has a Retry is True on rank 0, False on rank 1", controlled)
         mask = torch.zeros(1, T - other, dtype=torch.bool)

@@ -138,7 +138,7 @@ def test_a_factor_for_all_layers_takes_the_place_of_those_for_some(caplog):
 def test_what_is_repeated_or_below_the_threshold_is_not_said(caplog, options):
     chunk, hooks = overflowing(**options)
     for layer in chunk:
-        layer.token_dispatcher.configs.has_retry = True
+        layer.token_dispatcher.configs.retry = object
     passes(chunk)
     assert hooks.read().training.dropped_share.all()
     assert caplog.messages == []
@@ -150,7 +150,9 @@ def test_an_error_ends_the_run_and_needs_telemetry():
     with pytest.raises(ValueError, match=words):
         run(chunk[0], 1)
     run(chunk[0], 1, training=False)
-    StepHooks([chunk])  # They end at once.
+    hooks = StepHooks([chunk])
+    run(chunk[0], 1)
+    del hooks
     with pytest.raises(ValueError, match=words):
         run(chunk[0], 1)
     chunk, hooks = overflowing(on_overflow="error", overflow_threshold=0.1)
