@@ -67,7 +67,9 @@ def main(given: argparse.Namespace) -> int:
         text += f"\n\n{given.report} has no figures; for them, {plots.REMEDY}."
     try:
         given.report.parent.mkdir(parents=True, exist_ok=True)
-        given.report.write_text(report.html(found, svgs))
+        # The page says utf-8, whatever the locale; a file's name may have bytes of no encoding.
+        page = report.html(found, svgs)
+        given.report.write_text(page, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise ValueError(
             f"--report must be a writable file, got {given.report} ({error.strerror}); name another"

@@ -73,6 +73,17 @@ def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path)
     assert f"run pip install '{package}'" == plots.REMEDY
 
 
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+def test_the_page_is_utf_8_in_any_locale_with_any_name_of_a_trace(tmp_path, locale):
+    name = "r\u00fc".encode() + b"\xff.npy"
+    save(TRACE, tmp_path / "trace.npy")
+    os.rename(tmp_path / "trace.npy", os.fsencode(tmp_path) + b"/" + name)
+    plain = {"LC_ALL": locale, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-m", "padded_dispatch.cli", "tune", name]
+    subprocess.run(words, cwd=tmp_path, env=ENVIRONMENT | plain, check=True, capture_output=True)
+    assert name in (tmp_path / "tune.html").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
