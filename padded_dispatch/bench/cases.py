@@ -6,6 +6,7 @@ adds the defaults that depend on the machine.
 
 import argparse
 import dataclasses
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -210,7 +211,7 @@ def read_bench(argv: list[str]) -> argparse.Namespace:
     )
     kept.add_argument("--commit", help="commit of the code, for the results")
     given = parser.parse_args(argv)
-    given.command = " ".join(["padded-dispatch bench", *argv])
+    given.command = shlex.join(["padded-dispatch", "bench", *argv])
     return given
 
 

@@ -5,6 +5,7 @@ step waits for the host between two lines.
 """
 
 import itertools
+import shlex
 import statistics
 import sys
 import time
@@ -249,7 +250,7 @@ class Meter:
             show(f"ended early: {len(losses)} of {output.steps} steps are in {output.out}")
         run = about(
             num_gpus=settings.layout.workers if on_gpu else 0,
-            command=" ".join(["padded-dispatch", *sys.argv[1:]]),
+            command=shlex.join(["padded-dispatch", *sys.argv[1:]]),
             commit=output.commit,
         )
         append_run(output.out, run, [row])

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import numpy as np
 
-from padded_dispatch.bench.cases import SKEWS, routing_scores, sweep
+from padded_dispatch.bench.cases import SKEWS, read_bench, routing_scores, sweep
 from tests.support.routings import routing_map
 
 
@@ -24,6 +24,11 @@ def test_a_sweep_is_every_combination_and_those_that_do_not_drop_once():
             *((name, factor) for factor in (1.0, 2.0) for name in contenders[1:]),
         ]
     ]
+
+
+def test_the_command_in_the_results_can_be_run_again():
+    flags = ["--out", "my results.json", "--ep", "2"]
+    assert read_bench(flags).command == "padded-dispatch bench --out 'my results.json' --ep 2"
 
 
 def test_demand_follows_the_skew():

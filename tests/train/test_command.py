@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -31,12 +32,14 @@ def test_contenders_run_in_turn_and_are_rows_of_one_run(tmp_path, capfd):
     make_groups = parallel_state.initialize_model_parallel
     with (
         only_worker(),
+        patch.object(sys, "argv", ["...", "compare", "--out", "my results.json"]),
         patch.object(parallel_state, "initialize_model_parallel", wraps=make_groups) as groups,
     ):
         every = "--vs --capacity-factor 2 0.5 --vs --deterministic"
         assert compare(f"{flags} {every} {every}") == 0
     assert groups.call_count == 1
     (run,) = json.loads(path.read_text())["runs"]
+    assert run["about"]["command"] == "padded-dispatch compare --out 'my results.json'"
     rows = run["rows"]
     assert [row["capacity_factor"] for row in rows] == [2.0, 0.5, 1.25] * 2
     assert [row["flags"]["recipe"]["deterministic"] for row in rows] == [False, False, True] * 2
