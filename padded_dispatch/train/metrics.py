@@ -119,9 +119,10 @@ class Summary:
         """Return the summary of a run of several steps in a sentence."""
         assert self.loss is not None
         verb = "fell" if self.loss < self.first_loss else "did not fall: it went"
+        last = "the last ten steps" if self.num_steps > 10 else "all later steps"
         parts = [
-            f"Loss {verb} from {self.first_loss:.2f} to {self.loss:.2f} (mean of the last ten "
-            f"steps) in {self.num_steps} steps and {self.seconds:.0f} seconds",
+            f"Loss {verb} from {self.first_loss:.2f} to {self.loss:.2f} (mean of {last}) in "
+            f"{self.num_steps} steps and {self.seconds:.0f} seconds",
             f"{self.tokens_per_s:,.0f} tokens/s",
         ]
         if self.dropped is not None:

@@ -159,6 +159,11 @@ def test_train_ends_with_what_it_found_and_the_next_commands(monkeypatch, capsys
         assert words[0] != "compare" or read_compare(words[1:])
 
 
+def test_a_short_run_names_the_steps_of_its_mean():
+    found = replace(SUMMARY, num_steps=6).sentence()
+    assert found.startswith("Loss fell from 5.00 to 4.00 (mean of all later steps) in 6 steps and")
+
+
 def test_the_next_command_names_a_folder_with_a_space(monkeypatch, capsys):
     monkeypatch.setattr(command, "_start", lambda runs: [SUMMARY])
     command.train(read(["--device", "cpu", "--trace", "my traces"]))
