@@ -83,7 +83,7 @@ def chosen_experts(config: TransformerConfig) -> ChosenExperts:
     reason = f"experts={options.experts!r} was asked for"
     if options.experts == "auto":
         obstacle = _obstacle_to_packed(config)
-        rule = "be expert or auto, because a store needs packed experts"
+        rule = "be cells or auto, because a store needs packed experts"
         require(not obstacle or pool != "store", "capacity_pool", pool, rule, obstacle)
         packed, reason = not obstacle, obstacle or "experts='auto'"
     if packed and config.fp8:

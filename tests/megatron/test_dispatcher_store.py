@@ -329,7 +329,7 @@ def test_a_store_for_experts_that_cannot_be_packed_is_refused_by_name():
     with pytest.raises(ValueError) as error:
         tiny.padded_layer(experts="auto", capacity_pool="store", moe_router_topk=1, **settings)
     assert str(error.value).startswith(
-        "capacity_pool must be expert or auto, because a store needs packed experts, got 'store'; "
+        "capacity_pool must be cells or auto, because a store needs packed experts, got 'store'; "
         "packed experts do not support moe_apply_probs_on_input=True: "
     )
 
