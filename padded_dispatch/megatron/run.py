@@ -67,7 +67,8 @@ def read(argv: list[str]) -> tuple[PaddedOptions, str, list[str]]:
         rule = "must be an option of the padded dispatcher, and stand before any '--'"
         name = unknown[0].partition("=")[0]
         known = _PARSER._option_string_actions
-        _PARSER.error(f"{name} {rule}; {similar(name, {*known} - {name}, 'see --help')}")
+        fix = "move it there" if name in known else similar(name, known, "see --help")
+        _PARSER.error(f"{name} {rule}; {fix}")
     if script.startswith("-"):
         _PARSER.error(f"SCRIPT must stand before its own arguments, got {script!r} first")
     try:

@@ -70,7 +70,7 @@ def test_words_of_the_script_are_no_abbreviations_of_ours():
         ("--lr 3 s.py", "SCRIPT must stand before its own arguments, got '--lr' first"),
         ("s.py --padded-polcy probs", "--padded-polcy must be an option of the padded dispatcher"),
         ("s.py --padded-exprts=packed", "any '--'; did you mean --padded-experts?"),
-        ("s.py -- --padded-experts packed", "padded dispatcher, and stand before any '--'"),
+        ("s.py -- --padded-experts packed", "stand before any '--'; move it there"),
         ("s.py --padded-experts none", "argument --padded-experts: invalid choice: 'none'"),
         ("s.py --padded-overflow-threshold 2", "--padded-overflow-threshold must be a share"),
     ],
