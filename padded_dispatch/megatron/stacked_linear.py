@@ -154,6 +154,7 @@ class StackedLinear(nn.Module):
             return None
         if not adds:
             self.zeroed.zero_()
+            weight.grad_added_to_main_grad = False  # Of an earlier pass, which added its own.
             return None
         # A replay of Transformer Engine's graphs copies the gradients that it returns, except those
         # of weights with this attribute at the capture. DDP has read it in its constructor.

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.experts import store
-from padded_dispatch.megatron import dispatcher
+from padded_dispatch.megatron import dispatcher, experts
 from padded_dispatch.utils.logs import log_once
 from tests.support import tiny
 from tests.support.machines import ranks_on
@@ -267,6 +267,20 @@ def test_gradients_may_be_zeroed_between_forward_and_backward():
         found.append([linear.weight.main_grad.clone() for linear in linears])
     for wanted, given in zip(*found, strict=True):
         assert wanted.any() and torch.equal(given, wanted)
+
+
+def test_ddp_adds_a_gradient_behind_a_pass_that_added_its_own(monkeypatch):
+    """As in a graph that Megatron does not know, captured behind eager passes of the step."""
+    made = layer("store", 1.0)
+    ddp = DistributedDataParallel(made.config, DistributedDataParallelConfig(), made)
+    found = []
+    for of_passes in ((True, True), (True, False), (False, True)):
+        ddp.zero_grad_buffer()
+        for adds in of_passes:
+            monkeypatch.setattr(experts, "adds_gradients", lambda config, adds=adds: adds)
+            ddp(tokens(15))[0].square().sum().backward()
+        found.append(made.experts.linear_fc1.weight.main_grad.clone())
+    assert found[0].any() and all(torch.equal(found[0], one) for one in found)
 
 
 def _over_two_ranks(work: Callable[..., Any], *args: Any) -> Any:
