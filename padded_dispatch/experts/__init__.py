@@ -101,7 +101,8 @@ class ExpertWeights:
 
     Attributes:
         fc1_LGD, fc2_LDF: on CUDA devices bf16, and D and F are multiples of 8.
-        fc1_bias_LG, fc2_bias_LD: None if there is no bias.
+        fc1_bias_LG, fc2_bias_LD: None if there is no bias. Where ranks split experts, each of them
+            adds its fc2 bias: give it to one of them, and zeros to the others.
         fc1_sums, fc2_sums: the memory to which backward adds a weight's gradient; None returns the
             gradient to autograd.
         scaled: the same weights in e4m3, for the products of rows; the caller must refresh them. D
