@@ -153,6 +153,18 @@ def forget_moe_state() -> None:
     _moe_metrics().clear()
 
 
+def mark_experts(experts: torch.nn.Module, config: TransformerConfig) -> None:
+    """Let DDP sum the gradients of experts over the ranks that hold the same ones, as 0.19 does.
+
+    Up to 0.18 experts have this mark with expert parallelism alone. Without it DDP sums over the
+    data-parallel ranks of attention. If tensor parallelism of experts has another size, copies of
+    an expert then drift apart, or gradients of different parts of it are added.
+    """
+    if config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+        for parameter in experts.parameters():
+            vars(parameter)["allreduce"] = False
+
+
 def number_in_model(router: Any) -> int:
     """Return a router's layer number in the model, from 1.
 

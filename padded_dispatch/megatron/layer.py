@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from padded_dispatch.config import require
 from padded_dispatch.megatron import drops, guard
 from padded_dispatch.megatron.bridge import show_single_experts
+from padded_dispatch.megatron.compat import mark_experts
 from padded_dispatch.megatron.config import check_config, check_experts, take_over
 from padded_dispatch.megatron.cpu import check_device
 from padded_dispatch.megatron.dispatcher import CellTokenDispatcher, PackedTokenDispatcher
@@ -69,6 +70,7 @@ def build(
         patches.set(config, "use_transformer_engine_op_fuser", False)
         init(layer, config, *args, pg_collection=pg_collection, **kwargs)
     check_experts(layer.experts)
+    mark_experts(layer.experts, config)
     if chosen.packed:
         PATCHED.wrap(DistributedDataParallel, "zero_grad_buffer", following_zeros)
         show_single_experts()

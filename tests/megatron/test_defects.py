@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import package_info
+import torch.distributed as dist
+from megatron.core import package_info, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.inference import utils as inference_utils
 from megatron.core.transformer import transformer_config, transformer_layer
 from megatron.core.transformer.moe import moe_utils
@@ -22,7 +24,7 @@ from padded_dispatch.megatron import install, masks, uninstall
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.config import take_over
 from padded_dispatch.routing import select
-from tests.support import tiny
+from tests.support import parity, tiny
 from tests.support.graph_protocol import Tape
 from tests.support.tiny import tokens
 
@@ -456,3 +458,35 @@ def test_d25_both_passes_of_recompute_round_alike():
     torch.testing.assert_close(first, second)
     assert torch.equal(first, second) == (INSTALLED < (0, 18))
     assert torch.equal(our_first, our_second) and torch.equal(our_second, second)
+
+
+def _reduced(sizes: dict[str, int], kind: str) -> list[bool]:
+    """Whether DDP sums each gradient of experts over just the ranks that hold the same ones."""
+    with parity.megatron("cpu", **sizes):
+        shared = {**sizes, "sequence_parallel": sizes["tensor_model_parallel_size"] > 1}
+        made = dropless(**shared) if kind == "stock" else tiny.padded_layer(experts=kind, **shared)
+        experts = [name for name, _ in made.named_parameters() if name.startswith("experts.")]
+        given, right = tokens(10, 1), []
+        own = tiny.results(made, given)
+        made.zero_grad()
+        ddp = DistributedDataParallel(made.config, DistributedDataParallelConfig(), made)
+        ddp.zero_grad_buffer()
+        output, _ = ddp(given.clone().requires_grad_())
+        output.backward(output.detach().cos())
+        ddp.finish_grad_sync()
+        for name in experts:
+            wanted = own[name].clone()
+            dist.all_reduce(wanted, group=parallel_state.get_expert_data_parallel_group())
+            wanted /= parallel_state.get_data_parallel_world_size()
+            right.append(torch.allclose(made.get_parameter(name).main_grad, wanted, atol=1e-6))
+        return right
+
+
+@pytest.mark.parametrize(("tp", "etp"), [(2, 1), (1, 2), (2, 2)])
+def test_d27_gradients_of_experts_are_summed_where_they_are_the_same(pool2, tp, etp):
+    """Without expert parallelism stock, up to 0.18, sums over attention's data parallelism."""
+    sizes = {"tensor_model_parallel_size": tp, "expert_tensor_parallel_size": etp}
+    for kind in ("packed", "module"):
+        assert all(all(right) for right in pool2.run(_reduced, sizes, kind))
+    stock = [all(right) for right in pool2.run(_reduced, sizes, "stock")]
+    assert stock == [tp == etp or INSTALLED >= (0, 19)] * 2
