@@ -110,9 +110,9 @@ def see_pass(layer: MoELayer) -> None:
         group.look()
 
 
-def see_iteration(model: object) -> None:
+def see_iteration(chunks: list[Any]) -> None:
     """Take note of the replay of a graph of a whole step, which runs no Python of the layers."""
-    layers = padded_moe_layers(model if isinstance(model, list) else [model]).values()
+    layers = padded_moe_layers(chunks).values()
     groups = (vars(layer.token_dispatcher).get("drops") for layer in layers)
     for group in dict.fromkeys(groups):
         if group is not None:

@@ -244,7 +244,7 @@ def _wrap_loader(load: Callable[..., Any]) -> Callable[..., Any]:
     return checked_load
 
 
-def _check_attention(model: Any, seq_length: int) -> None:
+def _check_attention(chunks: list[Any], seq_length: int) -> None:
     """Raise if a graph of a step would get wrong gradients from cuDNN's attention.
 
     Up to 9.15.0 its backward reads other memory in replays if a length is no multiple of 128.
@@ -254,7 +254,6 @@ def _check_attention(model: Any, seq_length: int) -> None:
     engine: Any = sys.modules.get("transformer_engine.pytorch")
     if engine is None or os.environ.get("NVTE_FUSED_ATTN") == "0":
         return
-    chunks = _chunks_of(model)
     modules = (module for chunk in chunks for module in chunk.modules())
     if any(isinstance(module, engine.DotProductAttention) for module in modules):
         ranks = get_model_config(chunks[0]).context_parallel_size
@@ -267,21 +266,19 @@ def _check_attention(model: Any, seq_length: int) -> None:
         require(ok, "seq_length", seq_length, rule, fix)
 
 
-def _chunks_of(model: Any) -> list[Any]:
-    return model if isinstance(model, list) else [model]
-
-
 def _wrap_iteration(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def seen_iteration(wrapper: FullCudaGraphWrapper, *args: object, **kwargs: Any) -> Any:
-        if not kwargs["forward_only"] and wrapper.cuda_graph["training"] is None:
-            _check_attention(kwargs["model"], kwargs["seq_length"])
-        elif not kwargs["forward_only"]:
-            for layer in padded_moe_layers(_chunks_of(kwargs["model"])).values():
+        model, trains = kwargs["model"], not kwargs["forward_only"]
+        chunks = model if isinstance(model, list) else [model]
+        if trains and wrapper.cuda_graph["training"] is None:
+            _check_attention(chunks, kwargs["seq_length"])
+        elif trains:
+            for layer in padded_moe_layers(chunks).values():
                 layer.token_dispatcher.configs.check_on_overflow()
         results = run(wrapper, *args, **kwargs)
-        if not kwargs["forward_only"] and wrapper.cuda_graph["training"] is not None:
-            drops.see_iteration(kwargs["model"])
+        if trains and wrapper.cuda_graph["training"] is not None:
+            drops.see_iteration(chunks)
         return results
 
     return seen_iteration

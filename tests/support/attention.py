@@ -50,7 +50,7 @@ def _broken(case: Attention, length: int) -> str | None:
     )
     model.config = SimpleNamespace(context_parallel_size=1)
     try:
-        guard._check_attention(model, length)
+        guard._check_attention([model], length)
         refused = False
     except ValueError:
         refused = True
