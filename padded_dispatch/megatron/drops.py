@@ -1,7 +1,7 @@
 """Warn of the rows that this rank dropped, in a training loop that has no `StepHooks`.
 
 Layers announce their training passes with `see_pass`; routers call it, or the guards of CUDA
-graphs. When a layer comes again, the layers that have come before it make up a group, whose
+graphs. When a layer comes again, the layers of its config before it make up a group, whose
 counters are copied to pinned memory in the first passes of each later round. A round does not copy
 while a copy is still under way, and the host reads it in a later pass, once it has arrived, or at
 the end of the process. So no loop needs a line for it, nothing waits, and no rank calls another.
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from padded_dispatch.megatron.compat import capturing
+from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.telemetry import (
     Copy,
     LayerSettings,
@@ -39,10 +40,11 @@ class Drops:
         self.layers: list[Any] = []
         self.first: object = None
         self._reader: Reader | None = None
+        self._read: list[Any] = []  # The layers of the last reader: those without hooks.
         self._pending: Copy | None = None
         # At the end of the process its groups may have ended.
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._is_told = False  # Whether hooks that have ended followed what is read first.
+        self._is_told = False  # Whether what is read first has been told, or hooks followed it.
 
     @unseen()  # A pass that is selectively recomputed looks in one of its two runs alone.
     def look(self, *, now: bool = False) -> None:
@@ -53,16 +55,17 @@ class Drops:
                 return
             self._log(self._pending)
             self._pending = None
-        dispatcher = self.layers[0].token_dispatcher
-        configs = dispatcher.configs
-        if configs.on_overflow != "warn" or configs.is_followed:  # The loop follows it.
+        layers = [layer for layer in self.layers if not _configs_of(layer).is_followed]
+        if not layers or _configs_of(layers[0]).on_overflow != "warn":  # The loop follows it.
+            self._reader = None
             return
-        if self._reader is None:
-            local = by_number(self.layers)
+        if self._reader is None or layers != self._read:
+            local = by_number(layers)
             settings = {number: LayerSettings.of(layer) for number, layer in sorted(local.items())}
-            device = dispatcher.counters.totals.device
+            device = layers[0].token_dispatcher.counters.totals.device
             self._reader = Reader(local, settings, [], device, logs=True)
-            self._is_told = configs.hooks is not None
+            had_hooks = any(_configs_of(layer).hooks is not None for layer in layers)
+            self._is_told, self._read = had_hooks or bool(self._read), layers
         copy = self._reader.start(0)
         if now:
             self._log(copy)
@@ -78,6 +81,10 @@ class Drops:
         num_passes = training.counts["num_passes"].max()
         when = f"on rank {self._rank} in {num_passes} passes"
         self._reader.follow(training, when)
+
+
+def _configs_of(layer: Any) -> LayerConfigs:
+    return layer.token_dispatcher.configs
 
 
 # All of this process, for its end. Dispatchers keep them.
@@ -97,7 +104,8 @@ def see_pass(layer: MoELayer) -> None:
     group: Drops | None = kept.get("drops")
     if group is None:
         group = None if _joining is None else _joining()
-        if group is None or group.first is not None:
+        is_others = group is not None and group.layers[0].config is not layer.config
+        if group is None or group.first is not None or is_others:
             group = Drops()
             _groups.add(group)
             _joining = weakref.ref(group)

@@ -1,5 +1,6 @@
 """Each rank warns of its own drops in loops without `StepHooks`, which wait for nothing."""
 
+import dataclasses
 import functools
 import gc
 import logging
@@ -106,6 +107,53 @@ def test_warns_again_once_the_hooks_have_ended(alone, caplog):
         assert not warnings(caplog)
         training.step(1)
     assert "found no room on rank 0 in 1 passes (" in warnings(caplog)[0]
+
+
+def test_does_not_say_again_what_hooks_that_came_late_have_followed(alone, caplog):
+    model = dataclasses.replace(HALF, microbatches=2)
+    with world(model):
+        training = Training(model)
+        training.step(0)
+        hooks = StepHooks(training.chunks)
+        training.step(1)
+        hooks.read()
+        del hooks
+        caplog.clear()
+        with dropping_nothing([layer for _, layer in training.moe]):
+            training.step(2)
+        drops._look_last()
+        assert not warnings(caplog)
+        for number in (3, 4):
+            training.step(number)
+    assert "found no room on rank 0 in 1 passes (" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("followed", [0, 1])
+def test_hooks_of_one_model_leave_the_drops_of_another_to_be_said(caplog, followed):
+    with tiny.one_process():
+        config = tiny.config(moe_expert_capacity_factor=0.5, experts="module", num_layers=2)
+        models = [tiny.layer(config, number, padded=True) for number in (1, 2)]
+        tiny.ask_for(models[followed], 0, 1)
+        hooks = StepHooks([models[followed]])
+        for model in models:  # All 8 tokens of one ask for two experts.
+            model(torch.ones(8, 1, tiny.HIDDEN))
+        for _ in range(3):
+            for model in models:
+                passes(model, 1)
+        assert hooks.read().training.max_need_Y.tolist() == [8]
+    said = [text for text in warnings(caplog) if "on rank 0" in text]
+    assert said and all(f"of the rows of layer {2 - followed} found" in text for text in said)
+
+
+def test_models_with_other_numbers_of_experts_are_read_apart(caplog):
+    with tiny.one_process():
+        fields: Any = {"moe_expert_capacity_factor": 0.5, "num_layers": 2}
+        models = [tiny.padded_layer(1, **fields), tiny.padded_layer(2, num_moe_experts=8, **fields)]
+        for _ in range(3):
+            for model in models:
+                passes(model, 1)
+    for number in (1, 2):
+        assert any(f"of the rows of layer {number} found" in text for text in warnings(caplog))
 
 
 @pytest.mark.parametrize(
