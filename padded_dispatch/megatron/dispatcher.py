@@ -47,6 +47,7 @@ from padded_dispatch.megatron.experts import (
 )
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.memory import LayerMemory, gib
+from padded_dispatch.recorder import RoutingBuffer
 from padded_dispatch.routing import Plan, choice_probs, make_plan
 from padded_dispatch.utils.logs import log_once
 from padded_dispatch.utils.phases import trains
@@ -457,13 +458,15 @@ def device_of(chunks: list[Any]) -> torch.device:
 
 
 def counting_tensors(model: torch.nn.Module) -> Iterator[Tensor]:
-    """Yield the buffers of a model, and the counters of its padded layers."""
+    """Yield the buffers of a model, and what its padded layers and their traces count."""
     yield from model.buffers()
     for module in model.modules():
         if is_padded(module):
             dispatcher: Any = module.token_dispatcher
             yield from dispatcher.counters.tensors()
             yield from dispatcher.eval_counters.tensors()
+            traced = [one for one in dispatcher.observers if isinstance(one, RoutingBuffer)]
+            yield from (buffer.num_new for buffer in traced)
 
 
 class Copies:

@@ -18,9 +18,10 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from padded_dispatch.megatron import StepHooks, guard
+from padded_dispatch.megatron import Passes, StepHooks, guard
 from padded_dispatch.megatron.dispatcher import _PLAN_TENSORS
 from padded_dispatch.megatron.graphs import IterationGraph, LayerGraphs, check_random_states
+from padded_dispatch.trace import load_traces
 from tests.support import tiny
 from tests.support.graph_protocol import GraphedLayer
 from tests.support.training import (
@@ -92,6 +93,22 @@ def test_a_capture_restores_state(megatron, graph, dropout):
     training.capture()
     assert differing_names(before, state_of(training)) == []
     assert all(param.grad is None for param in training.chunks[0].parameters())
+
+
+def test_a_trace_has_no_pass_of_a_capture(megatron, tmp_path):
+    """Those would follow the micro-batches of a step with fewer than others."""
+    training = training_of("attn", "moe", options={"trace": str(tmp_path)})
+    sizes = {"num_microbatches": 5, "num_tokens": training.model.batch * training.model.seq}
+    hooks = StepHooks(training.chunks, passes=Passes(**sizes, num_steps=2))
+    for number in range(2):
+        training.step(number)
+        hooks.after_step()
+        if number == 0:
+            training.capture()
+    hooks.recorder.close()
+    num_records = training.model.microbatches * len(training.moe)
+    assert load_traces([tmp_path]).steps.tolist() == [1] * num_records + [2] * num_records
+    training.end()
 
 
 def set_factor(configs: Any, factor: float) -> None:

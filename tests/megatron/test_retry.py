@@ -23,7 +23,7 @@ from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.transformer.module import GraphableMegatronModule
 
 from padded_dispatch.config import NO_DROP
-from padded_dispatch.megatron import PaddedOptions, StepHooks, compat, retry
+from padded_dispatch.megatron import PaddedOptions, Passes, StepHooks, compat, retry
 from padded_dispatch.megatron.cpu import megatron_on_cpu
 from padded_dispatch.megatron.dispatcher import device_of
 from padded_dispatch.megatron.retry import (
@@ -35,6 +35,7 @@ from padded_dispatch.megatron.retry import (
     set_generators,
     without_graphs,
 )
+from padded_dispatch.trace import load_traces
 from tests.megatron.test_steps import model
 from tests.support import tiny
 from tests.support.training import RETRIED, Training, differing_names, ways_agree, world
@@ -90,6 +91,29 @@ def test_qk_clip_sees_the_largest_logit_of_the_run_that_stands(alone):
 def _note_max(attention: Any, given: Any, output: Any) -> None:
     largest = attention.current_max_attn_logits
     attention.current_max_attn_logits = max(output.max().item(), largest or -math.inf)
+
+
+def test_a_trace_has_the_run_that_stands_also_of_a_step_with_fewer_micro_batches(alone, tmp_path):
+    options = {"on_overflow": "retry", "trace": str(tmp_path)}
+    case = dataclasses.replace(RETRIED, options=options)  # Each step has one micro-batch.
+    num_tokens = case.batch * case.seq
+    with world(case):
+        training, asked = Training(case), []
+        passes = Passes(num_microbatches=3, num_tokens=num_tokens, num_steps=2)
+        hooks = StepHooks(training.chunks, passes=passes)
+        for _, layer in training.moe:
+            layer.token_dispatcher.observers.append(
+                SimpleNamespace(observe=lambda asked_TE, *_: asked.append(asked_TE.clone()))
+            )
+        for number in range(2):
+            training.step(number)
+            hooks.after_step()
+        hooks.recorder.close()
+    found, num_layers = load_traces([tmp_path]), len(training.moe)
+    assert training.retry.num_retried == 2 and len(asked) == 4 * num_layers
+    assert found.steps.tolist() == [1] * num_layers + [2] * num_layers
+    for ids_TK, map_TE in zip(found.ids_NTK, asked[num_layers : 2 * num_layers], strict=False):
+        assert ids_TK.tolist() == [row.nonzero().flatten().tolist() for row in map_TE]
 
 
 def test_a_second_drop_raises(alone):
