@@ -49,6 +49,10 @@ _NAMES = ("training", "dispatch_config", *_FIELDS)
 _NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatches", *_NAMES)
 # What a layer's graphs depend on: `_state_of_call`.
 _captured: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
+# What Megatron's graph of a stage depends on: its sizes, and the state of each layer.
+_SIZES = "num_microbatches", "seq_length", "micro_batch_size"
+_captured_sizes: dict[str, tuple[Any, ...]] = {}
+_captured_layers: dict[str, WeakKeyDictionary[Any, tuple[Any, ...]]] = {}
 
 
 def install(config: TransformerConfig) -> None:
@@ -271,12 +275,22 @@ def _wrap_iteration(run: Callable[..., Any]) -> Callable[..., Any]:
     def seen_iteration(wrapper: FullCudaGraphWrapper, *args: object, **kwargs: Any) -> Any:
         model, trains = kwargs["model"], not kwargs["forward_only"]
         chunks = model if isinstance(model, list) else [model]
-        if trains and wrapper.cuda_graph["training"] is None:
+        stage = "training" if trains else "validation"
+        sizes = tuple(kwargs.get(name) for name in _SIZES)
+        is_captured = wrapper.cuda_graph[stage] is not None
+        if trains and not is_captured:
             _check_attention(chunks, kwargs["seq_length"])
         elif trains:
             for layer in padded_moe_layers(chunks).values():
                 layer.token_dispatcher.configs.check_on_overflow()
+        if is_captured and stage in _captured_sizes:
+            check_unchanged(_SIZES, _captured_sizes[stage], sizes)
+            check_layers([*_captured_layers[stage]], [*_captured_layers[stage].values()])
         results = run(wrapper, *args, **kwargs)
+        if not is_captured and wrapper.cuda_graph[stage] is not None:
+            layers = padded_layers(chunks)
+            _captured_sizes[stage] = sizes
+            _captured_layers[stage] = WeakKeyDictionary((one, state_of(one)) for one in layers)
         if trains and wrapper.cuda_graph["training"] is not None:
             drops.see_iteration(chunks)
         return results

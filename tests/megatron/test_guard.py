@@ -128,6 +128,42 @@ def test_the_replay_of_a_step_is_seen_on_ranks_without_data(uninstalled, monkeyp
     uninstall()
 
 
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_change_raises_before_the_replay_of_megatrons_graph_of_a_step(
+    uninstalled, monkeypatch, forward_only
+):
+    """Such as micro-batches that a ramp-up adds, which a replay would leave out."""
+    replays = []
+    graphs: dict[str, Any] = {"training": None, "validation": None}
+    stage = "validation" if forward_only else "training"
+
+    def schedule(**given: Any) -> None:
+        graphs[stage] = SimpleNamespace(replay=lambda: replays.append(stage))
+
+    monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", graphs)
+    for name in ("curr_iteration", "result"):
+        monkeypatch.setattr(FullCudaGraphWrapper, name, {"training": 0, "validation": 0})
+    guard.install(tiny.config("alltoall", **compat.iteration_graph()))
+    model = gpt(padded_spec(tiny.layer_spec()), dispatcher="alltoall")
+    wrapper = FullCudaGraphWrapper(schedule, cuda_graph_warmup_steps=-1)
+    given = {"model": model, "data_iterator": None, "forward_only": forward_only}
+    given |= {"num_microbatches": 2, "seq_length": LENGTH, "micro_batch_size": 1}
+    for _ in range(2):
+        wrapper(**given)
+    assert replays == [stage]
+    with pytest.raises(ValueError, match=r"^num_microbatches must stay 2, got 3: a captured"):
+        wrapper(**given | {"num_microbatches": 3})
+    model.config.moe_aux_loss_coeff = 0.5
+    with pytest.raises(ValueError, match=r"^moe_aux_loss_coeff in layer 1 must stay 0\.0, got 0"):
+        wrapper(**given)
+    assert replays == [stage]
+    guard.forget_iterations()
+    wrapper(**given)  # It captures again.
+    wrapper(**given)
+    assert replays == [stage] * 2
+    uninstall()
+
+
 @pytest.mark.parametrize(
     ("length", "cp", "version", "fused", "multiple"),
     [
