@@ -214,8 +214,13 @@ class StackedExperts(MegatronModule):
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._scaled = None  # Parameters go to another device, or get another dtype.
-        return super()._apply(fn, recurse)
+        before = self.linear_fc1.weight
+        kind = before.device, before.dtype
+        applied = super()._apply(fn, recurse)
+        if (self.linear_fc1.weight.device, self.linear_fc1.weight.dtype) != kind:
+            self._scaled = None
+        self.mark_stale()  # Kept, because CUDA graphs read it.
+        return applied
 
     @unseen()
     def _refreshed(self) -> ScaledWeights:

@@ -125,6 +125,16 @@ def test_weights_are_quantized_once_and_again_after(how):
     assert torch.equal(output(made), after)
 
 
+def test_a_move_to_the_same_device_keeps_the_memory_that_graphs_read():
+    made = layer(**FP8)
+    output(made)
+    scaled = made.experts._scaled
+    double(made)
+    assert made.cpu().float().experts._scaled is scaled and scaled._stale
+    output(made)
+    assert made.double().experts._scaled is None
+
+
 def test_first_and_last_layers_stay_in_bf16():
     ends = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 1}
     settings = {"num_layers": 4, **FP8, **ends, "num_layers_at_start_in_bf16": 2}
