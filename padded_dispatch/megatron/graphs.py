@@ -215,7 +215,8 @@ class IterationGraph:
                     "set it to False in DistributedDataParallelConfig, or use LayerGraphs",
                 )
             self._layers = guard.padded_layers(chunks)
-            self._sizes, self._states = sizes, [guard.state_of(layer) for layer in self._layers]
+            self._sizes = sizes
+            self._states = [guard.captured_state_of(layer) for layer in self._layers]
         guard.check_unchanged(names, self._sizes, sizes)
         guard.check_layers(self._layers, self._states)
         if self.wrapped.curr_iter("training") != self.wrapped.cuda_graph_warmup_steps:

@@ -45,10 +45,12 @@ from padded_dispatch.utils.patches import PATCHED, Patches
 _READ_ONCE = {"moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"}
 _FIELDS = *sorted({*MOE_FIELDS} - _READ_ONCE), "fp8", "fp8_recipe", "fp4", "fp4_recipe"
 _read_fields = operator.itemgetter(*_FIELDS)
-_NAMES = ("training", "dispatch_config", *_FIELDS)
+_NAMES = ("training", "dispatch_config", "frozen parameters", *_FIELDS)
 _NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatches", *_NAMES)
-# What a layer's graphs depend on: `_state_of_call`.
+# What a layer's graphs depend on, by `_NAMES_OF_CALL`.
 _captured: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
+# A layer's parameters by name, at its last capture: a walk in each replay would take too long.
+_parameters: WeakKeyDictionary[Any, list[tuple[str, Tensor]]] = WeakKeyDictionary()
 # What Megatron's graph of a stage depends on: its sizes, and the state of each layer.
 _SIZES = "num_microbatches", "seq_length", "micro_batch_size"
 _captured_sizes: dict[str, tuple[Any, ...]] = {}
@@ -97,6 +99,12 @@ def forget_iterations() -> None:
     gc.collect()
 
 
+def captured_state_of(layer: Any) -> tuple[Any, ...]:
+    """Return the `state_of` a layer that a graph holds from now on; a list that changes is seen."""
+    _parameters[layer] = [*layer.named_parameters()]
+    return tuple([*value] if isinstance(value, list) else value for value in state_of(layer))
+
+
 def state_of(layer: Any) -> tuple[Any, ...]:
     """Return mode, capacity and config of a padded layer, by `_NAMES`; the input is not included.
 
@@ -108,6 +116,8 @@ def state_of(layer: Any) -> tuple[Any, ...]:
     return (
         (layer.training, moe.training, configs.in_training, experts.training),
         configs.training,
+        # A replay adds gradients to weights that were frozen later, and none to others.
+        tuple(name for name, parameter in _parameters[layer] if not parameter.requires_grad),
         *_read_fields(vars(layer.config)),
     )
 
@@ -183,7 +193,8 @@ def _capture(
 ) -> Any:
     """Let Transformer Engine capture a layer, and record what its graphs depend on."""
     hidden_states = _hidden_states(args, kwargs)
-    _captured[layer] = _state_of_call(layer, hidden_states, get_num_microbatches())
+    sizes = hidden_states.shape, hidden_states.dtype, get_num_microbatches()
+    _captured[layer] = *sizes, *captured_state_of(layer)
     with masks.captured(layer, hidden_states):
         return capture(*args, **kwargs)
 
@@ -217,16 +228,11 @@ def _replay(
     # pipeline has a graph for each microbatch, captured in the order of its schedule.
     num_graphs = len(layer.cuda_graphs)
     num_microbatches = captured[2] if num_graphs == 1 else get_num_microbatches()
-    now = _state_of_call(layer, _hidden_states(args, kwargs), num_microbatches)
+    hidden_states = _hidden_states(args, kwargs)
+    now = hidden_states.shape, hidden_states.dtype, num_microbatches, *state_of(layer)
     check_unchanged(_NAMES_OF_CALL, captured, now)
     with masks.replayed(layer, kwargs.pop("padding_mask", None)):
         return replay(*args, **kwargs)
-
-
-def _state_of_call(
-    layer: TransformerLayer, hidden_states: Tensor, num_microbatches: int
-) -> tuple[Any, ...]:
-    return hidden_states.shape, hidden_states.dtype, num_microbatches, *state_of(layer)
 
 
 def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -290,7 +296,9 @@ def _wrap_iteration(run: Callable[..., Any]) -> Callable[..., Any]:
         if not is_captured and wrapper.cuda_graph[stage] is not None:
             layers = padded_layers(chunks)
             _captured_sizes[stage] = sizes
-            _captured_layers[stage] = WeakKeyDictionary((one, state_of(one)) for one in layers)
+            _captured_layers[stage] = WeakKeyDictionary(
+                (one, captured_state_of(one)) for one in layers
+            )
         if trains and wrapper.cuda_graph["training"] is not None:
             drops.see_iteration(chunks)
         return results

@@ -120,6 +120,8 @@ CHANGES: dict[str, Callable[[Training], object]] = {
     "training": lambda t: t.moe[0][1].experts.eval(),
     "dispatch_config": lambda t: set_factor(t.moe[0][1].token_dispatcher.configs, 2.0),
     "moe_aux_loss_coeff": lambda t: setattr(t.config, "moe_aux_loss_coeff", 0.5),
+    "moe_layer_freq": lambda t: t.config.moe_layer_freq.append(1),
+    "frozen parameters": lambda t: t.moe[0][1].experts.requires_grad_(False),
     "fp8": lambda t: setattr(t.config, "fp8", "e4m3"),
 }
 
@@ -138,7 +140,8 @@ def test_training_goes_on_after_text_generation(megatron):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_raises_before_the_replay(megatron, change):
-    training = captured("attn", "moe")
+    training = training_of("attn", "moe", fields={"moe_layer_freq": [1, 1]})
+    training.capture()
     training.losses_of(0)
     with (
         patch.object(GraphedLayer, "replay_forward", unreachable),
