@@ -9,10 +9,11 @@ in a loop of your own:
         forward_backward(...)           # gradients are zeroed before it
         optimizer.step()
         snapshots = hooks.after_step()  # None, except one step after each read
+    hooks.read()  # of the steps since the last one, which go unread otherwise
 
 `Reader` sums the counters over all ranks between two steps. The host looks at the copy one step
 later, when it has long arrived, so all ranks get the same figures at the same step. `on_overflow`
-is applied to what was read: a drop is logged, or ends the run. Nothing has to be closed.
+is applied to what was read: a drop is logged, or ends the run.
 """
 
 import dataclasses
