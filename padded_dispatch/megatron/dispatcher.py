@@ -112,7 +112,7 @@ class PaddedAlltoAllTokenDispatcher(MoETokenDispatcher):
         kind = self._options.exchange
         # Only some choices run collectives.
         chosen_by = {"exchange": kind, "experts_are_packed": self.packed, "device": device.type}
-        self.agreement.check(**chosen_by)
+        self.agreement.check(**chosen_by, capacity_pool=chosen.pool)
         self.exchange, reason = choose(
             self.configs.current, *groups, kind, packed=self.packed, device=device
         )

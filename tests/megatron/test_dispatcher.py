@@ -138,6 +138,19 @@ def test_ranks_on_other_kinds_of_devices_raise_before_they_choose_an_exchange(po
         assert "device is cpu on rank 0, meta on rank 1" in message
 
 
+def _with_another_pool() -> str:
+    pool = ["store", "cells"][dist.get_rank()]
+    with megatron("cpu", expert_model_parallel_size=2), pytest.raises(ValueError) as error:
+        tiny.padded_layer(experts="packed", capacity_pool=pool, expert_model_parallel_size=2)
+    return str(error.value)
+
+
+def test_ranks_of_other_pools_raise_before_they_choose_an_exchange(pool2):
+    """For a store alone the choice makes groups of hosts and rails, and direct writes across."""
+    for message in pool2.run(_with_another_pool):
+        assert "capacity_pool is store on rank 0, cells on rank 1" in message
+
+
 def test_options_that_come_after_the_layer_are_refused():
     made = tiny.padded_layer(on_overflow="warn")
     made.config.padded_dispatch = PaddedOptions(on_overflow="error")
