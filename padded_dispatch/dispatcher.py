@@ -23,7 +23,13 @@ from torch import Tensor
 from padded_dispatch import experts
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange import Exchange, Wire, choose
-from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes, is_dense, kind_of
+from padded_dispatch.exchange.agreement import (
+    Agreement,
+    agree_on_shapes,
+    is_dense,
+    kind_of,
+    require_returned,
+)
 from padded_dispatch.experts import Activation, Call, ExpertWeights, padded
 from padded_dispatch.experts.padded import DispatchState, ExpertInput
 from padded_dispatch.experts.store import Store, room_of_pass
@@ -210,6 +216,9 @@ class PaddedDispatcher:
             self._exchanges[key], _ = choose(
                 config, *self._choose_args, packed=packed, device=device
             )
+            # The pass before may be that of another dispatcher, with which it shares buffers.
+            broke_off = self._exchanges[key].broke_off()
+            require_returned(self.agreement.largest(int(broke_off)) > 0)
         exchange = self._exchanges[key]
         capacity = config.capacity(num_tokens) if in_cells else num_tokens
         selection = select(map_TE, probs_TE, capacity=capacity, policy=config.policy)

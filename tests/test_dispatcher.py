@@ -240,6 +240,35 @@ def test_a_pass_behind_one_that_broke_off_is_refused(monkeypatch):
         dispatcher.dispatch(*given)
 
 
+def _first_pass_behind_another_dispatchers() -> list[str]:
+    """Rank 1 has a pass of another dispatcher that broke off, when the first of this one comes."""
+    given = torch.zeros(1, 3), torch.zeros(1, 4), torch.zeros(1, 4) > 0
+    dispatcher = PaddedDispatcher(config_of("cells", 2), group=dist.group.WORLD)
+    found = []
+    for _ in range(2):
+        try:
+            dispatcher.dispatch(*given)
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_first_pass_behind_one_of_another_dispatcher_that_broke_off_is_refused(monkeypatch):
+    """On all ranks, once: they share the buffers of direct writes."""
+    open_ranks = {1}
+
+    def broke_off(exchange: Collectives) -> bool:
+        was_open = dist.get_rank() in open_ranks
+        open_ranks.discard(dist.get_rank())
+        return was_open
+
+    monkeypatch.setattr(Collectives, "broke_off", broke_off)
+    found, other = run_on_threads(2, _first_pass_behind_another_dispatchers)
+    assert found == other and found[1] == ""
+    assert found[0].startswith("the pass before this one must run to its end on all ranks, got")
+
+
 def test_experts_and_cells_have_an_exchange_each(monkeypatch):
     chosen = Mock(side_effect=choose)
     monkeypatch.setattr(padded_dispatch.dispatcher, "choose", chosen)

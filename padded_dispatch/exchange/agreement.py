@@ -179,6 +179,13 @@ def agree_on_shapes(
     rule, fix = "be a floating point tensor [T, D]", "flatten what stands before D"
     require(is_matrix, "tokens_TD", hidden_size, rule, fix)
     require_tokens(num_tokens)
+    require_returned(broke_off)
+    rule = "stay as it is until backward has recomputed the pass, whose rows it decides"
+    require(stays, "config", config, rule, "change it, or the mode, between steps")
+
+
+def require_returned(broke_off: bool) -> None:
+    """Raise if the pass before has sent rows and not returned them, on any rank."""
     require(
         not broke_off,
         "the pass before this one",
@@ -186,8 +193,6 @@ def agree_on_shapes(
         "run to its end on all ranks",
         "mend the first error; to go on, synchronize the devices of all ranks and run a new pass",
     )
-    rule = "stay as it is until backward has recomputed the pass, whose rows it decides"
-    require(stays, "config", config, rule, "change it, or the mode, between steps")
 
 
 def kind_of(value: Any) -> object:
