@@ -197,15 +197,17 @@ def _list_in_torch(
 
 def _make_known(name: str, made: dist.ProcessGroup, store: Any) -> None:
     """Let symmetric memory find a group, as `new_group` and the first rendezvous would."""
-    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+    from torch._C import _distributed_c10d as torch_c
     from torch.distributed import _symmetric_memory
 
     known: Any = _symmetric_memory._group_name_to_store
     if name not in known:
         known[name] = PrefixStore("symmetric_memory", store)
-        _SymmetricMemory.set_group_info(name, made.rank(), made.size(), known[name])
-        group_name: Any = name
-        _register_process_group(group_name, made)  # A rendezvous looks it up.
+        torch_c._SymmetricMemory.set_group_info(name, made.rank(), made.size(), known[name])
+    # A rendezvous looks it up. An earlier group of this name has ended, with its world or alone.
+    group_name: Any = name
+    torch_c._unregister_process_group(group_name)
+    torch_c._register_process_group(group_name, made)
 
 
 def gather_objects(group: dist.ProcessGroup, value: _T) -> list[_T]:

@@ -243,6 +243,27 @@ def _threads_of_groups() -> list[int]:
     return [*found, len(os.listdir("/proc/self/task")) - before]
 
 
+def _known_in_each_world() -> list[bool]:
+    """Return whether symmetric memory finds a group, in two worlds whose groups have one name."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    found = []
+    for _ in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        for _ in range(2):  # A group of the same name may also have ended alone.
+            made = join(dist.group.WORLD, [0], CPU)
+            hosts._make_known(made.group_name, made, dist.HashStore())
+            name: Any = made.group_name
+            found.append(_resolve_process_group(name) is made)
+    return found
+
+
+def test_symmetric_memory_finds_the_groups_of_each_world():
+    with WorkerPool(1) as pool:
+        assert pool.run(_known_in_each_world, timeout_s=60) == [[True] * 4]
+
+
 def _closed() -> list[str]:
     """Return names of groups in the order in which they are closed."""
     closed, shutdown = [], dist.ProcessGroup.shutdown
