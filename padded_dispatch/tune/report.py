@@ -61,12 +61,15 @@ def pool_table(study: Study) -> Table:
 def factor_table(study: Study, indices: Sequence[int], *, brief: bool) -> Table:
     """Return what does not fit, and the cost, at the factors with these numbers.
 
-    Factors of a store with the same room are one row. `brief`: only the columns that fit into a
-    terminal.
+    Factors of a store with the same room are one row, if passes keep as many bytes with them: with
+    a larger one they may keep tokens that are else sent again. `brief`: only the columns that fit
+    into a terminal.
     """
     replay, in_cells = study.chosen.replay, study.pool == "cells"
-    shares = [shares_at(replay, i) for i in range(len(replay.configs))]
-    rooms = list(range(len(shares))) if in_cells else replay.room.tolist()
+    shares, kept = [shares_at(replay, i) for i in range(len(replay.configs))], replay.kept_bytes
+    rooms: list[Any] = [*range(len(shares))]
+    if not in_cells:
+        rooms = [*zip(replay.room.tolist(), kept, strict=True)]
     last = dict(zip(rooms, replay.factors.tolist(), strict=True))
     columns: dict[str, Any] = {
         "factor": [
@@ -86,7 +89,7 @@ def factor_table(study: Study, indices: Sequence[int], *, brief: bool) -> Table:
         columns["worst layer"] = map(percent, replay.layer_shares.max(1))
         if in_cells:
             columns["balanced"] = map(percent, replay.balanced)
-    columns["GiB"] = [f"{kept / 2**30:.3g}" for kept in replay.kept_bytes]
+    columns["GiB"] = [f"{num_bytes / 2**30:.3g}" for num_bytes in kept]
     rows = list(zip(*columns.values(), strict=True))
     firsts = sorted({rooms.index(rooms[i]) for i in indices})
     return Table(

@@ -9,7 +9,8 @@ import pytest
 
 from padded_dispatch.tune import plots
 from padded_dispatch.tune.demand import demand_of
-from padded_dispatch.tune.recommend import percent, study
+from padded_dispatch.tune.recommend import Study, percent, recommend, study
+from padded_dispatch.tune.replay import replay
 from padded_dispatch.tune.report import (
     Table,
     blocks,
@@ -100,6 +101,20 @@ def test_cells_of_pools(found):
     assert shown[-2]["longer step"] == percent(0.15 * share)
     assert not {"slots", "balanced", "dropped"} & {*table.headers}
     assert layer_table(store).headers[-1] == "worst step" and len(layer_table(store).rows) == 3
+
+
+def test_a_row_has_the_bytes_of_all_its_factors():
+    """Eight ranks keep tokens from the factor 2.35 on, since 7 is no more than 1.5 * 2 * 2.35."""
+    trace = synthetic_trace("lognormal", num_ranks=8, num_steps=3)
+    replayed = replay(demand_of(trace), [0.5, 2.3, 2.35, 2.5], pool="store")
+    assert {*replayed.room} == {5 * 2 * 64}
+    few, same, many, more = replayed.kept_bytes
+    assert few == same < many == more
+    chosen = recommend(replayed)
+    table = every_factor(Study(name="x", answers=(chosen,), chosen=chosen))
+    rows = [cells(table, number) for number in range(len(table.rows))]
+    assert [row["factor"] for row in rows] == ["0.5 to 2.3", "2.35 to 2.5"]
+    assert [row["GiB"] for row in rows] == [f"{kept / 2**30:.3g}" for kept in (few, many)]
 
 
 def test_one_screen(found):
