@@ -104,6 +104,8 @@ def layer_table(study: Study) -> Table:
     replay = study.chosen.replay
     alone = dict(zip(replay.demand.layers.tolist(), replay.needed_alone.tolist(), strict=True))
     what = "dropped" if study.pool == "cells" else "recomputed"
+    if study.pool == "store" and study.chosen.shares[0]:  # Lost rows are not known by layer.
+        what = "recomputed or dropped"
     headers = "layer", "alone needs", what, "worst step", "factor", "slots"
     columns = 6 if study.pool == "cells" else 4  # Layers that share a store have no factors.
     rows = []

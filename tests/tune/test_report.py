@@ -22,6 +22,7 @@ from padded_dispatch.tune.report import (
     summary,
 )
 from tests.support.traces import synthetic_trace
+from tests.tune.test_replay import demand
 
 
 def studied(**given):
@@ -115,6 +116,16 @@ def test_a_row_has_the_bytes_of_all_its_factors():
     rows = [cells(table, number) for number in range(len(table.rows))]
     assert [row["factor"] for row in rows] == ["0.5 to 2.3", "2.35 to 2.5"]
     assert [row["GiB"] for row in rows] == [f"{kept / 2**30:.3g}" for kept in (few, many)]
+
+
+def test_rows_of_a_layer_that_a_store_drops_are_not_called_recomputed():
+    """Of eight ranks' 128 rows, all for one of them, 80 have room."""
+    asked = demand([[[[16, *[0] * 7]] * 8]], num_tokens=16, top_k=1)
+    chosen = recommend(replay(asked, [1.25], pool="store"))
+    assert chosen.shares == (0.375, 0)
+    table = layer_table(Study(name="x", answers=(chosen,), chosen=chosen))
+    assert table.headers == ("layer", "alone needs", "recomputed or dropped", "worst step")
+    assert table.rows == (("1", "8", "37.5 %", "37.5 %"),)
 
 
 def test_one_screen(found):
