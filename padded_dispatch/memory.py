@@ -120,8 +120,8 @@ class LayerMemory:
 
     @property
     def num_slots(self) -> int:
-        """Slots of each of them."""
-        if self.direct:
+        """Slots of each of them; one rank of experts has all tokens, also with cells."""
+        if self.direct or self.config.num_ranks == 1:
             return self.num_hosts * self.num_tokens
         return self.num_hosts * self.config.wire_slots(self.num_tokens)
 

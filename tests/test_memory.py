@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from padded_dispatch.config import NO_DROP, DispatchConfig, StoreSizes
+from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.memory import LayerMemory, aligned, gib
+from padded_dispatch.routing import make_plan
 from padded_dispatch.utils.shapes import SHAPES
 
 # D = 2,048, F = 768, in bf16: a row of a store, and a token.
@@ -73,6 +76,21 @@ def test_buffers_of_direct_stores():
 )
 def test_kept_tokens(changes: dict[str, Any], tokens: float):
     assert qwen3(**changes).kept_tokens == tokens * T * TOKEN
+
+
+@pytest.mark.parametrize("factor", [0.05, 1.25])
+def test_ranks_that_split_all_experts_have_a_slot_for_each_token(factor: float):
+    """As on the wire, whose tokens go by an all-gather, also where cells have room for fewer."""
+    split = qwen3(factor, num_ranks=1, etp_size=2, direct=False, capacity_pool="cells")
+    plan = make_plan(torch.zeros(T, 128, dtype=torch.bool), top_k=K)
+    exchange = Collectives(128)
+    exchange.num_sources = 2
+    slots = split.config.wire_slots(T)
+    assert (slots < T) == (factor < 1)
+    given = plan, torch.zeros(T, 1), slots
+    wire = exchange.start(*given, sends_again=split.config.sends_again())
+    assert (split.num_slots, split.sends_again) == (wire._num_slots, wire.sends_again)
+    assert split.kept_tokens == (0 if factor < 1 else 2 * T * TOKEN)
 
 
 def test_kept_numbers():
