@@ -100,7 +100,7 @@ def record_routing(
     )
     buffers = {}
     for number, layer in layers.items():
-        device = layer.router.weight.device
+        device = layer.token_dispatcher.configs.router.weight.device
         buffer = RoutingBuffer(run, num_microbatches=passes.num_microbatches, device=device)
         layer.token_dispatcher.observers.append(buffer)
         buffers[number] = buffer

@@ -63,6 +63,7 @@ class SelectAfterCounting(TopKRouter):
     dispatcher: PaddedAlltoAllTokenDispatcher
     layer_name: str = ""
     _settings: NamedValues | None = None
+    _has_begun = False  # Whether `forward` runs.
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the layer's number, here and in the dispatcher."""
@@ -70,7 +71,16 @@ class SelectAfterCounting(TopKRouter):
         self.dispatcher.set_layer(number_in_model(self))
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """Compare shapes over the ranks, then run `TopKRouter.forward`.
+        """Begin the pass, then run `TopKRouter.forward`."""
+        self._begin(input, padding_mask)
+        self._has_begun = True
+        try:
+            return super().forward(input, padding_mask)
+        finally:
+            self._has_begun = False
+
+    def _begin(self, input: Tensor, padding_mask: Tensor | None) -> None:
+        """Compare shapes over the ranks, and take note of a training pass.
 
         This is the layer's first step, so ranks that differ raise before any exchange. In
         evaluation passes that fit, ranks may differ in T, as in Megatron's dynamic engine.
@@ -121,7 +131,6 @@ class SelectAfterCounting(TopKRouter):
             "with sequence parallelism, split the mask like the tokens on later pipeline stages; "
             "Megatron does so on the first one only",
         )
-        return super().forward(input, padding_mask)
 
     def gating(self, input: Tensor) -> Tensor:
         """Return the logits; fp32 ones of bf16 tokens and weight have `_Gradients` as backward.
@@ -146,9 +155,13 @@ class SelectAfterCounting(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         """Run `TopKRouter.routing`, then, with cells, keep at most C rows per expert.
 
+        Megatron-Bridge's adapter of a router (LoRA) calls `gating` and this, and no `forward`.
+
         Returns:
             Probabilities [T, E], exactly 0 where not kept, and the kept map, bool [T, E].
         """
+        if not self._has_begun:
+            self._begin(logits, padding_mask)
         if padding_mask is not None:
             # Cut off the gradients of masked rows. An auxiliary loss divides by the number of
             # tokens: if all are masked its gradient is NaN, which a product with 0 would keep.

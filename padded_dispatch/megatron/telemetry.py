@@ -259,13 +259,14 @@ def by_number(layers: Iterable[Any]) -> dict[int, Any]:
     """Return MoE layers by `number_in_model`; layers without a number of their own come last.
 
     A layer outside of a transformer layer has no number. The layers of a hybrid stack that predict
-    different tokens share one.
+    different tokens share one. An adapter may stand in the place of `layer.router`.
     """
     numbered: dict[int, Any] = {}
     others = []
     for layer in layers:
-        if layer.router.layer_number is not None and number_in_model(layer.router) not in numbered:
-            numbered[number_in_model(layer.router)] = layer
+        router = layer.token_dispatcher.configs.router
+        if router.layer_number is not None and number_in_model(router) not in numbered:
+            numbered[number_in_model(router)] = layer
         else:
             others.append(layer)
     return numbered | dict(enumerate(others, max(numbered, default=0) + 1))

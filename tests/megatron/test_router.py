@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch.utils.checkpoint import checkpoint
 
 from padded_dispatch.config import POLICIES
+from padded_dispatch.megatron import StepHooks
 from padded_dispatch.megatron.compat import layer_graphs
 from padded_dispatch.megatron.router import select_after_counting
 from padded_dispatch.routing import select
@@ -171,6 +172,52 @@ def test_the_router_reads_the_layers_config_but_sees_no_factor(monkeypatch):
     with pytest.raises(RuntimeError, match="routing failed"):
         route(tokens())
     assert layer.config.moe_expert_capacity_factor == 0.5
+
+
+class Adapted(torch.nn.Module):
+    """A router with an adapter, as Megatron-Bridge's `LoRATopKRouter` runs it."""
+
+    def __init__(self, route: Any) -> None:
+        super().__init__()
+        self.to_wrap = route
+        self.adapter = torch.nn.Linear(tiny.HIDDEN, tiny.NUM_EXPERTS, bias=False)
+
+    def forward(self, tokens: torch.Tensor, *args: Any) -> Any:
+        tokens = self.to_wrap.apply_input_jitter(tokens)
+        logits = self.to_wrap.gating(tokens)
+        return self.to_wrap.routing(logits + self.adapter(tokens), *args)
+
+
+def adapted(**overrides: Any) -> Any:
+    layer = tiny.padded_layer(**overrides)
+    layer.router = Adapted(layer.router)
+    return layer
+
+
+def _disagreement_of_adapted_routers() -> str:
+    with megatron("cpu", expert_model_parallel_size=2):
+        layer = adapted(moe_expert_capacity_factor=0.5)
+        with pytest.raises(ValueError, match="ranks disagree") as caught:
+            layer(tokens()[dist.get_rank() :])
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_raise_with_adapters_of_routers(pool2):
+    first, second = pool2.run(_disagreement_of_adapted_routers)
+    assert first == second and "T is 12 on rank 0, 11 on rank 1" in first
+
+
+def test_drops_of_a_router_with_an_adapter_are_said(caplog):
+    ended = adapted(moe_expert_capacity_factor=0.25, on_overflow="error")
+    with pytest.raises(ValueError, match="must have StepHooks to follow on_overflow='error'"):
+        ended(tokens())
+    layer = adapted(moe_expert_capacity_factor=0.25)
+    for _ in range(3):  # What a pass dropped is said a pass later.
+        layer(tokens())
+    assert "found no room on rank 0" in caplog.text
+    hooks = StepHooks([layer])
+    layer(tokens())
+    assert hooks.read().training.figures()["dropped"] > 0
 
 
 def test_a_factor_set_after_the_model_was_built_is_refused():
