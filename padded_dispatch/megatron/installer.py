@@ -55,7 +55,10 @@ def install(options: PaddedOptions | None = None) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install` and all that models with graphs have wrapped. Existing layers keep working."""
+    """Undo `install` and all that models with graphs have wrapped.
+
+    Existing layers keep working. Replays of their graphs check nothing any more, and get no masks.
+    """
     global _options
     _options = None
     PATCHED.undo()
