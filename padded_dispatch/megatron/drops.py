@@ -23,7 +23,6 @@ from padded_dispatch.megatron.telemetry import (
     LayerSettings,
     Reader,
     by_number,
-    padded_moe_layers,
 )
 from padded_dispatch.utils.phases import trains, unseen
 
@@ -118,9 +117,8 @@ def see_pass(layer: MoELayer) -> None:
         group.look()
 
 
-def see_iteration(chunks: list[Any]) -> None:
-    """Take note of the replay of a graph of a whole step, which runs no Python of the layers."""
-    layers = padded_moe_layers(chunks).values()
+def see_iteration(layers: list[Any]) -> None:
+    """Take note of the replay of a graph of a whole step, which runs no Python of its layers."""
     groups = (vars(layer.token_dispatcher).get("drops") for layer in layers)
     for group in dict.fromkeys(groups):
         if group is not None:

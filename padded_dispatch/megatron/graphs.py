@@ -178,9 +178,7 @@ class IterationGraph:
         # Before 0.18, `StaticBufferLoader` copies a batch on its own stream without waiting until
         # the batch is complete.
         self.wrapped.static_loader.stream = torch.cuda.current_stream()
-        self._layers: list[Any] = []
-        self._sizes: tuple[Any, ...] = ()
-        self._states: list[tuple[Any, ...]] = []
+        self._iteration: guard.Iteration | None = None  # Of the first call.
 
     def __call__(self, **kwargs: Any) -> list[Any]:
         """Run a training step's passes.
@@ -195,12 +193,10 @@ class IterationGraph:
                 `guard`), and see `check_random_states`.
             torch.OutOfMemoryError: if the graph does not fit; the message names it.
         """
-        names = "num_microbatches", "seq_length", "micro_batch_size"
-        missing = [name for name in ("model", *names) if name not in kwargs]
+        missing = [name for name in ("model", *guard.SIZES) if name not in kwargs]
         rule = "get all arguments of Megatron's schedules by name"
         require(not missing, "IterationGraph", f"no {', '.join(missing)}", rule)
-        sizes = tuple(kwargs[name] for name in names)
-        if not self._sizes:
+        if self._iteration is None:
             model = kwargs["model"]
             chunks = model if isinstance(model, list) else [model]  # Schedules take both.
             _check_chunks(chunks)
@@ -214,11 +210,8 @@ class IterationGraph:
                     "host",
                     "set it to False in DistributedDataParallelConfig, or use LayerGraphs",
                 )
-            self._layers = guard.padded_layers(chunks)
-            self._sizes = sizes
-            self._states = [guard.captured_state_of(layer) for layer in self._layers]
-        guard.check_unchanged(names, self._sizes, sizes)
-        guard.check_layers(self._layers, self._states)
+            self._iteration = guard.Iteration.of(chunks, kwargs)
+        self._iteration.check(kwargs)
         if self.wrapped.curr_iter("training") != self.wrapped.cuda_graph_warmup_steps:
             return self.wrapped(**kwargs)
         # Empty the cache of the eager steps: a capture can neither use nor free those blocks.
@@ -233,8 +226,9 @@ class IterationGraph:
         The next calls warm up eagerly and capture again.
         """
         guard.forget_iterations()
-        guard.release_stores(self._layers, captured=True)
-        self._sizes = ()
+        if self._iteration is not None:
+            guard.release_stores([*self._iteration.states], captured=True)
+        self._iteration = None
 
 
 def release(helper: cuda_graphs.TECudaGraphHelper) -> None:

@@ -22,6 +22,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -51,10 +52,8 @@ _NAMES_OF_CALL = ("hidden_states.shape", "hidden_states.dtype", "num_microbatche
 _captured: WeakKeyDictionary[Any, tuple[Any, ...]] = WeakKeyDictionary()
 # A layer's parameters by name, at its last capture: a walk in each replay would take too long.
 _parameters: WeakKeyDictionary[Any, list[tuple[str, Tensor]]] = WeakKeyDictionary()
-# What Megatron's graph of a stage depends on: its sizes, and the state of each layer.
-_SIZES = "num_microbatches", "seq_length", "micro_batch_size"
-_captured_sizes: dict[str, tuple[Any, ...]] = {}
-_captured_layers: dict[str, WeakKeyDictionary[Any, tuple[Any, ...]]] = {}
+# Arguments of Megatron's schedules that a graph of a whole step depends on.
+SIZES = "num_microbatches", "seq_length", "micro_batch_size"
 
 
 def install(config: TransformerConfig) -> None:
@@ -122,17 +121,6 @@ def state_of(layer: Any) -> tuple[Any, ...]:
     )
 
 
-def check_layers(layers: list[Any], states: list[tuple[Any, ...]]) -> None:
-    """Raise if the state of a layer differs from its entry in `states`; see `check_unchanged`."""
-    names: list[str] = []
-    captured, changed = (), ()
-    for layer, before in zip(layers, states, strict=True):
-        if (now := state_of(layer)) != before:
-            names += [f"{name} in layer {layer.layer_number}" for name in _NAMES]
-            captured, changed = captured + before, changed + now
-    check_unchanged(names, captured, changed)
-
-
 def check_unchanged(names: Sequence[str], captured: tuple[Any, ...], now: tuple[Any, ...]) -> None:
     """Raise if a value that a graph depends on has changed since the capture.
 
@@ -150,6 +138,44 @@ def check_unchanged(names: Sequence[str], captured: tuple[Any, ...], now: tuple[
         f"{changed}: a captured CUDA graph would ignore the change; change it back, or delete the "
         "graphs and capture again"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """Sizes and states that a graph of a whole step, or of an evaluation, depends on.
+
+    Attributes:
+        sizes: the arguments of the schedule, by `SIZES`.
+        states: the `captured_state_of` each padded layer, which this does not keep.
+    """
+
+    sizes: tuple[Any, ...]
+    states: WeakKeyDictionary[Any, tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, chunks: list[Any], given: dict[str, Any]) -> "Iteration":
+        """Return those of a graph of these chunks and arguments of the schedule."""
+        states = ((layer, captured_state_of(layer)) for layer in padded_layers(chunks))
+        return cls(sizes=_sizes_of(given), states=WeakKeyDictionary(states))
+
+    def check(self, given: dict[str, Any]) -> None:
+        """Raise if a size, or the state of a layer, has changed; see `check_unchanged`."""
+        check_unchanged(SIZES, self.sizes, _sizes_of(given))
+        names: list[str] = []
+        captured, changed = (), ()
+        for layer, before in self.states.items():
+            if (now := state_of(layer)) != before:
+                names += [f"{name} in layer {layer.layer_number}" for name in _NAMES]
+                captured, changed = captured + before, changed + now
+        check_unchanged(names, captured, changed)
+
+
+# Of Megatron's graph of each stage.
+_iterations: dict[str, Iteration] = {}
+
+
+def _sizes_of(given: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(given.get(name) for name in SIZES)
 
 
 def _mask_of(inputs: dict[str, Any]) -> str:
@@ -282,25 +308,20 @@ def _wrap_iteration(run: Callable[..., Any]) -> Callable[..., Any]:
         model, trains = kwargs["model"], not kwargs["forward_only"]
         chunks = model if isinstance(model, list) else [model]
         stage = "training" if trains else "validation"
-        sizes = tuple(kwargs.get(name) for name in _SIZES)
+        layers = [*padded_moe_layers(chunks).values()] if trains else []
         is_captured = wrapper.cuda_graph[stage] is not None
         if trains and not is_captured:
             _check_attention(chunks, kwargs["seq_length"])
         elif trains:
-            for layer in padded_moe_layers(chunks).values():
+            for layer in layers:
                 layer.token_dispatcher.configs.check_on_overflow()
-        if is_captured and stage in _captured_sizes:
-            check_unchanged(_SIZES, _captured_sizes[stage], sizes)
-            check_layers([*_captured_layers[stage]], [*_captured_layers[stage].values()])
+        if is_captured and stage in _iterations:
+            _iterations[stage].check(kwargs)
         results = run(wrapper, *args, **kwargs)
         if not is_captured and wrapper.cuda_graph[stage] is not None:
-            layers = padded_layers(chunks)
-            _captured_sizes[stage] = sizes
-            _captured_layers[stage] = WeakKeyDictionary(
-                (one, captured_state_of(one)) for one in layers
-            )
+            _iterations[stage] = Iteration.of(chunks, kwargs)
         if trains and wrapper.cuda_graph["training"] is not None:
-            drops.see_iteration(chunks)
+            drops.see_iteration(layers)
         return results
 
     return seen_iteration

@@ -342,8 +342,8 @@ def test_a_replay_of_a_whole_step_is_a_round_of_its_model():
     with tiny.one_process(), patch.object(drops.Drops, "look") as look:
         layer = tiny.padded_layer()
         passes(layer, 1)
-        drops.see_iteration([layer, torch.nn.Tanh()])
-        drops.see_iteration([torch.nn.Tanh()])
+        drops.see_iteration([layer])
+        drops.see_iteration([])
         assert look.call_count == 1 and layer.token_dispatcher.drops.first is layer
 
 
