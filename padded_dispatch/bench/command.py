@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe import fused_a2a
 from torch import Tensor
 
-from padded_dispatch.bench.cases import CONTENDERS, MODELS, README_FLAGS, Case, sweep
+from padded_dispatch.bench.cases import CONTENDERS, MODELS, README_FLAGS, STOCK, Case, sweep
 from padded_dispatch.bench.layer import RoutedLayer, build, megatron_flags
 from padded_dispatch.bench.measure import Batch, Passes, batches, cublas, kernels_ms, timed
 from padded_dispatch.bench.report import differences, line, readme_table, roofline, table
@@ -107,6 +108,8 @@ def _check(given: argparse.Namespace) -> None:
         require(runs, "contenders", key, "run on a CPU", "leave it out, or run on a GPU")
         runs = max(given.ep) == 1 or not CONTENDERS[key].keeps_counts
         require(runs, "contenders", key, "run on several ranks", "leave it out, or set --ep 1")
+        runs = min(given.ep) > 1 or CONTENDERS[key].variant != "ncclep"
+        require(runs, "contenders", key, "run on one rank", "leave it out, or set --ep 2")
     for main_grad in given.main_grad:
         runs = not on_cpu or main_grad == "none"
         require(runs, "main_grad", main_grad, "be none on a CPU", "run on a GPU")
@@ -182,6 +185,9 @@ def measure(
         dist.all_gather_object(errors, error, group=votes)
     row["error"] = error or next(filter(None, errors), None)
     gc.collect()  # a layer is a reference cycle, and its graph holds memory
+    if contender.variant == "ncclep":
+        # Else the next case would have the sizes of this one. Before 0.19 there is none.
+        getattr(fused_a2a, "nccl_ep_finalize", bool)()
     if on_gpu:
         # Private API, no other exists: a stream's workspace would count for its first user.
         torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore[reportAttributeAccessIssue]
@@ -206,6 +212,11 @@ def _figures(
     graphed = contender.graph == "layer"
     passes = Passes(layer, data, graphed=graphed, main_grad=case.main_grad)
     timing = timed(passes.run, iterations=settings.iterations, device=device)
+    if contender.variant in STOCK:
+        # A dispatcher with a budget drops what exceeds it, and tells by this flag alone.
+        exceeded = getattr(layer.layer.token_dispatcher, "check_over_budget", lambda: None)()
+        if exceeded is not None and exceeded.item():
+            raise RuntimeError("a rank got more rows than its budget has room for: no figures")
     # Before the profiler, whose memory is no part of the layer.
     allocated = round(allocated_gib() - held_gib, 3) if on_gpu else None
     demand_BSE = _demand(case, data)

@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher as Dispatcher
 
 from padded_dispatch.bench import command
-from padded_dispatch.bench.cases import CONTENDERS, Case, Contender, read_bench, routing_scores
+from padded_dispatch.bench.cases import (
+    CONTENDERS,
+    STOCK,
+    Case,
+    Contender,
+    read_bench,
+    routing_scores,
+)
 from padded_dispatch.bench.layer import build, megatron_flags
 from padded_dispatch.bench.measure import Passes, batches, cublas
 from padded_dispatch.megatron import install, uninstall
@@ -117,13 +125,38 @@ def test_stocks_fused_experts_are_two_flags_beside_dropless(monkeypatch):
     plain = megatron_flags(_case(contender="dropless", capacity_factor=None), on_gpu=True)
     more = {"use_transformer_engine_op_fuser": True, "moe_single_grouped_weight": True}
     assert fused == plain | more
+    budget = {"moe_token_dispatcher_type": "flex", "moe_expert_rank_capacity_factor": 1.25}
+    for backend in ("hybridep", "ncclep"):
+        case = _case(contender=f"{backend}-graphed", capacity_factor=None)
+        flags = fused | budget | {"moe_flex_dispatcher_backend": backend}
+        assert megatron_flags(case, on_gpu=True) == flags
+        assert not CONTENDERS[case.contender].keeps_counts  # There are none on the host.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     by_default = parse([]).contenders
-    assert "auto-graphed" in by_default and not [x for x in by_default if "fuser" in x]
+    assert "auto-graphed" in by_default
+    assert not {x for x in by_default if x.split("-")[0] in ("fuser", "hybridep", "ncclep")}
     assert parse(["--contenders", "fuser-graphed", "--ep", "1"]).workers == 1
     message = r"^--contenders must run on several ranks, got 'fuser-graphed'; leave it out, or set"
     with pytest.raises(ValueError, match=message):
         parse(["--contenders", "fuser-graphed", "--ep", "1", "2"])
+    message = r"^--contenders must run on one rank, got 'ncclep'; leave it out, or set --ep 2$"
+    with pytest.raises(ValueError, match=message):
+        parse(["--contenders", "ncclep", "--ep", "1", "2"])
+
+
+def test_a_dispatcher_that_exceeds_its_budget_has_no_figures(megatron, monkeypatch):
+    monkeypatch.setitem(STOCK, "budget", {})
+    within = Contender(name="stock-drop-pad", variant="budget")
+    monkeypatch.setitem(CONTENDERS, "budget", within)
+    settings, case = parse(QUICK), _case(contender="budget")
+    assert command.measure(case, settings, CPU)["error"] is None
+    over = torch.tensor([True])
+    monkeypatch.setattr(Dispatcher, "check_over_budget", lambda self: over, raising=False)
+    row = command.measure(case, settings, CPU)
+    assert row["error"].startswith("RuntimeError: a rank got more rows than its budget has room")
+    assert "ms" not in row
+    over.fill_(False)
+    assert command.measure(case, settings, CPU)["error"] is None
 
 
 def test_stock_computes_the_same_from_counts_that_it_does_not_wait_for(megatron, monkeypatch):
