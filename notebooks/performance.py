@@ -20,7 +20,8 @@ COLOURS = dict(zip(NAMES, (figures.ORANGE, figures.GREEN, figures.BLUE), strict=
 # The steps of a real run before this one compile, capture, and warm up.
 FIRST_STEP = 21
 COLUMNS = [name + end for end in ("", ", NCCL", ", fp8") for name in ("ours", "stock drop-and-pad")]
-COLUMNS.append(FUSED)
+VARIANTS = {"packed": ", NCCL", "hybridep": ", HybridEP"}
+COLUMNS += [FUSED, FUSED + VARIANTS["hybridep"]]
 FACTOR = 1.25
 GRADIENTS = {"none": "in bf16", "fused": "added in fp32", "first": "stored in fp32"}
 SUMS = {"none": ("-", ""), "fused": ("--", ", gradients added to fp32 buffers")}
@@ -70,7 +71,7 @@ def layer_table(rows: Rows) -> Markdown:
 
 def _column(row: dict[str, Any]) -> str:
     """Return the name of a row's contender."""
-    name = NAMES[row["contender"]] + (", NCCL" if row["variant"] == "packed" else "")
+    name = NAMES[row["contender"]] + VARIANTS.get(row["variant"], "")
     return name + (", fp8" if row["flags"].get("fp8") else "")
 
 
