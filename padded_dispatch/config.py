@@ -79,11 +79,17 @@ def in_hundredths(need: float) -> float:
     return math.ceil(round(need * 100, 6)) / 100
 
 
+def require_count(field: str, value: object) -> None:
+    """Raise unless a value is an int from 1 to 2**31 - 1; a bool and a NumPy integer are none."""
+    is_count = type(value) is int and 1 <= value < 2**31
+    require(is_count, field, value, "be an int of at least 1, below 2**31")
+
+
 def require_tokens(num_tokens: int) -> None:
-    """Raise if T = 0, because a rank without tokens has no static shape."""
+    """Raise if T is not a count, or 0, because a rank without tokens has no static shape."""
     fix = "pad the batch so that every rank has a token"
-    require(num_tokens >= 1, "num_tokens", num_tokens, "be at least 1", fix)
-    require(num_tokens < 2**31, "num_tokens", num_tokens, "be below 2**31")
+    require(num_tokens != 0, "num_tokens", num_tokens, "be at least 1", fix)
+    require_count("num_tokens", num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +112,8 @@ class DispatchConfig:
         etp_size: ranks that split every expert's ffn between them (expert tensor parallel).
 
     Raises:
-        ValueError: names the field, its value and what to change. `capacity`, `rows` and
-            `wire_slots` raise it for T = 0; `capacity` and `rows` also raise it for `FIT`.
+        ValueError: names the field, its value and what to change. Methods that take T raise it
+            unless T is an int of at least 1; `capacity` and `rows` also raise it for `FIT`.
     """
 
     num_experts: int
@@ -121,9 +127,7 @@ class DispatchConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "alignment", "num_ranks", "etp_size"):
-            value = getattr(self, name)
-            is_whole = type(value) is int and 1 <= value < 2**31
-            require(is_whole, name, value, "be a whole number of at least 1, below 2**31")
+            require_count(name, getattr(self, name))
         top_k, num_experts = self.top_k, self.num_experts
         rule = f"be at most num_experts={num_experts}"
         require(top_k <= num_experts, "top_k", top_k, rule, "lower top_k")
@@ -173,10 +177,12 @@ class DispatchConfig:
 
     def share(self, num_tokens: int) -> int:
         """Return the rows of one rank's experts in a pass in perfect balance."""
+        require_tokens(num_tokens)
         return self.etp_size * num_tokens * self.top_k
 
     def max_rows(self, num_tokens: int) -> int:
         """Return the most rows that a rank can get in a pass."""
+        require_tokens(num_tokens)
         most = self.num_sources * num_tokens * min(self.top_k, self.num_local_experts)
         if self.capacity_pool == "store" or self.fits:
             return most
@@ -195,9 +201,8 @@ class DispatchConfig:
 
         Example: T=4096, K=8, E=128, R=8, factor 1.25 gives 40,960 rows, in a store and in cells.
         """
-        require_tokens(num_tokens)
-        factor = _STORE_FACTOR if self._factor == NO_DROP else self._factor
         most = self.max_rows(num_tokens)
+        factor = _STORE_FACTOR if self._factor == NO_DROP else self._factor
         if self.capacity_pool == "cells":
             return most
         return math.ceil(min(self.share(num_tokens) * factor, most))

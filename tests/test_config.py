@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from padded_dispatch.config import (
 )
 
 GOOD = dict(num_experts=8, top_k=2, capacity_factor=1.25)
+POOLS = pytest.mark.parametrize("capacity_pool", CAPACITY_POOLS)
 
 
 @st.composite
@@ -64,16 +66,16 @@ def test_capacity_by_hand(num_tokens, changes, capacity):
     [
         (
             {"num_experts": 0},
-            "num_experts must be a whole number of at least 1, below 2..31, got 0$",
+            "num_experts must be an int of at least 1, below 2..31, got 0$",
         ),
         ({"num_experts": 10**20}, "num_experts must be .* below 2..31, got 1000"),
         (
             {"num_experts": 8.0},
-            r"num_experts must be a whole number of at least 1, below 2..31, got 8\.0$",
+            r"num_experts must be an int of at least 1, below 2..31, got 8\.0$",
         ),
         ({"num_experts": 9, "num_ranks": 2}, "num_experts must be a multiple of .*=2, got 9"),
-        ({"top_k": 0}, "top_k must be a whole number of at least 1, below 2..31, got 0$"),
-        ({"top_k": True}, "top_k must be a whole number of at least 1, below 2..31, got True$"),
+        ({"top_k": 0}, "top_k must be an int of at least 1, below 2..31, got 0$"),
+        ({"top_k": True}, "top_k must be an int of at least 1, below 2..31, got True$"),
         ({"top_k": 9}, "top_k must be at most num_experts=8, got 9; lower top_k$"),
         ({"capacity_factor": 0.0}, r"capacity_factor must be a number above 0 or FIT, got 0\.0;"),
         ({"capacity_factor": -1.0}, r"capacity_factor must be .* got -1\.0;"),
@@ -82,12 +84,12 @@ def test_capacity_by_hand(num_tokens, changes, capacity):
         ({"capacity_factor": None}, "capacity_factor must be .* got None;"),
         (
             {"alignment": -16},
-            "alignment must be a whole number of at least 1, below 2..31, got -16$",
+            "alignment must be an int of at least 1, below 2..31, got -16$",
         ),
         ({"policy": "rand"}, "policy must be one of probs, position, got 'rand'$"),
         ({"capacity_pool": "node"}, "capacity_pool must be one of store, cells, got 'node'$"),
-        ({"num_ranks": 0}, "num_ranks must be a whole number of at least 1, below 2..31, got 0$"),
-        ({"etp_size": "2"}, "etp_size must be a whole number of at least 1, below 2..31, got '2'$"),
+        ({"num_ranks": 0}, "num_ranks must be an int of at least 1, below 2..31, got 0$"),
+        ({"etp_size": "2"}, "etp_size must be an int of at least 1, below 2..31, got '2'$"),
     ],
 )
 def test_a_wrong_value_is_named(changes, message):
@@ -95,15 +97,14 @@ def test_a_wrong_value_is_named(changes, message):
         DispatchConfig(**{**GOOD, **changes})
 
 
-@pytest.mark.parametrize("num_tokens", [0, -1, 10**20])
-def test_no_tokens_are_refused(num_tokens):
-    config = DispatchConfig(**GOOD)
-    for size in (config.capacity, config.rows, config.wire_slots):
-        with pytest.raises(ValueError, match=f"^num_tokens must be .*, got {num_tokens}"):
+@POOLS
+@pytest.mark.parametrize("num_tokens", [0, -1, 10**20, 1.5, True, math.nan, np.int64(4), "4", None])
+def test_what_is_no_number_of_tokens_is_refused(num_tokens, capacity_pool):
+    config = DispatchConfig(**GOOD, capacity_pool=capacity_pool)
+    for size in (config.capacity, config.rows, config.wire_slots, config.share, config.max_rows):
+        with pytest.raises(ValueError, match=r"^num_tokens must be .*, got ") as error:
             size(num_tokens)
-
-
-POOLS = pytest.mark.parametrize("capacity_pool", CAPACITY_POOLS)
+        assert f", got {num_tokens!r}" in str(error.value)
 
 
 @POOLS
