@@ -180,6 +180,11 @@ class TraceRecorder:
             for (*buffers, _), num in zip(self._copies, nums, strict=True)
         ]
         ids_NTK, probs_NTK = (torch.cat(parts).numpy() for parts in zip(*of_step, strict=True))
+        wrong_NT = ~((probs_NTK >= 0) & (probs_NTK < np.inf)).all(-1)
+        if wrong_NT.any():  # As of a router whose input is NaN, in a step that the loop skips.
+            line = "the trace leaves out tokens whose probabilities are not finite, or negative"
+            log_once(line, logging.WARNING)
+            ids_NTK[wrong_NT], probs_NTK[wrong_NT] = -1, 0
         num_records = len(ids_NTK)
         layers = np.repeat(np.array([*self._buffers], np.int32), nums)
         step = Trace(

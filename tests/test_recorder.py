@@ -1,5 +1,7 @@
 """A recording holds the choices of the routers, at the steps to be recorded."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from padded_dispatch import recorder as module
 from padded_dispatch.recorder import RoutingBuffer, TraceRecorder, steps_apart
 from padded_dispatch.routing import select
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
+from padded_dispatch.utils.logs import log_once
 from tests.support.graph_protocol import Tape
 from tests.support.routings import routing_map, thin_out
 from tests.support.traces import traced_run
@@ -155,6 +158,30 @@ def test_probabilities_that_a_trace_cannot_hold():
     map_TE, probs_TE = microbatch(0)
     with pytest.raises(ValueError, match=r"probs_TE.dtype must .*; .* moe_router_dtype='fp32'"):
         observe(buffer(), map_TE, probs_TE.double())
+
+
+def test_tokens_without_finite_probabilities_are_recorded_as_padding(tmp_path, caplog):
+    """Such as those of a router whose input is NaN, in a step that the loop skips."""
+    filled, (map_TE, probs_TE) = buffer(num_microbatches=1), microbatch(1)
+    recorder = TraceRecorder(tmp_path / "trace.npy", RUN, {1: filled}, rank=3, every=1)
+    log_once.cache_clear()
+    ids_TK, probs_TK = choices(1)
+    wrong = [token for token, ids in enumerate(ids_TK) if ids[0] >= 0][:3]
+    for step, values in ((1, (math.nan, math.inf, -1.0)), (2, ())):
+        given_TE = probs_TE.clone()
+        for token, value in zip(wrong, values, strict=False):
+            given_TE[token, ids_TK[token][0]] = value
+        observe(filled, map_TE, given_TE)
+        recorder.step(step)
+    recorder.close()
+    trace, kept = load_traces([tmp_path]), [token not in wrong for token in range(7)]
+    assert len(wrong) == 3 and trace.steps.tolist() == [1, 2]
+    assert trace.ids_NTK[1].tolist() == ids_TK and trace.probs_NTK[1].tolist() == probs_TK
+    assert (trace.ids_NTK[0][wrong] == -1).all() and not trace.probs_NTK[0][wrong].any()
+    assert (trace.ids_NTK[0][kept] == trace.ids_NTK[1][kept]).all()
+    assert (trace.probs_NTK[0][kept] == trace.probs_NTK[1][kept]).all()
+    (line,) = caplog.messages
+    assert line == "the trace leaves out tokens whose probabilities are not finite, or negative"
 
 
 def test_a_microbatch_of_another_size_is_recorded_as_padding(caplog):
