@@ -21,11 +21,12 @@ Letters: see `padded_dispatch.config`.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from padded_dispatch.config import POLICIES, Policy, require
+from padded_dispatch.config import POLICIES, Policy, require, require_count
 from padded_dispatch.kernels import TOO_MANY
 from padded_dispatch.utils.phases import nvtx_range
 
@@ -61,10 +62,14 @@ def select(
         policy: see the module's docstring.
 
     Raises:
-        ValueError: if the policy is unknown, or the capacity below 1.
+        ValueError: names the argument, its value and what it must be.
     """
+    _require_map(map_TE)
+    found, rule = _shown(probs_TE), "be a floating point tensor of the map's shape"
+    is_right = isinstance(probs_TE, Tensor) and probs_TE.shape == map_TE.shape
+    require(is_right and probs_TE.is_floating_point(), "probs_TE", found, rule)
     require(policy in POLICIES, "policy", policy, f"be one of {', '.join(POLICIES)}")
-    require(capacity >= 1, "capacity", capacity, "be at least 1")
+    require_count("capacity", capacity)
     kept_TE, demand_E = map_TE, None
     if capacity < len(map_TE):
         kept_TE, demand_E = kept_map(map_TE, probs_TE.detach(), capacity, policy)
@@ -128,12 +133,25 @@ def make_plan(map_TE: Tensor, *, top_k: int) -> Plan:
     Example: K = 2, `map = [[1, 0, 1], [0, 0, 1], [0, 0, 0]]` give `expert = [[0, 2], [2, -1], [-1,
     -1]]`, `place = [[0, 0], [1, -1], [-1, -1]]` and `kept = [1, 0, 2]`.
     """
-    require(top_k >= 1, "top_k", top_k, "be at least 1")
+    _require_map(map_TE)
+    require_count("top_k", top_k)
     plan = plan_in_torch
     if map_TE.is_cuda:
         from padded_dispatch.kernels.plan import plan
     expert_TK, place_TK, kept_E = plan(map_TE, top_k)
     return Plan(expert_TK=expert_TK, place_TK=place_TK, kept_E=kept_E)
+
+
+def _require_map(map_TE: Any) -> None:
+    """Raise unless it is a bool tensor [T, E]; kernels would read the bytes of another dtype."""
+    is_map = isinstance(map_TE, Tensor) and map_TE.ndim == 2 and map_TE.dtype == torch.bool
+    require(is_map, "map_TE", _shown(map_TE), "be a tensor [T, E] of torch.bool", "use .bool()")
+
+
+def _shown(value: Any) -> object:
+    """Return what an error shows: shape and dtype of a tensor, or the type of another value."""
+    is_tensor = isinstance(value, Tensor)
+    return (tuple(value.shape), value.dtype) if is_tensor else type(value).__name__
 
 
 def plan_in_torch(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,8 @@
 """Selections and plans: against the reference, and what must hold whatever the routing."""
 
+import re
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -17,13 +20,32 @@ LARGE_TE = routing_map(1031, 67, 7, skew="hot", seed=5)
 LARGE = RoutingCase(map_TE=LARGE_TE, probs_TE=LARGE_TE, top_k=6, capacity=1)
 
 
-@pytest.mark.parametrize("number", [0, -1])
-def test_less_than_one_slot_or_choice_is_refused(number):
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, None])
+def test_what_is_no_number_of_slots_or_choices_is_refused(number):
     map_TE = torch.ones(2, 2, dtype=torch.bool)
-    with pytest.raises(ValueError, match=rf"^capacity must be at least 1, got {number}$"):
+    rule = re.escape(f"must be an int of at least 1, below 2**31, got {number}")
+    with pytest.raises(ValueError, match=f"^capacity {rule}$"):
         select(map_TE, map_TE.float(), capacity=number)
-    with pytest.raises(ValueError, match=rf"^top_k must be at least 1, got {number}$"):
+    with pytest.raises(ValueError, match=f"^top_k {rule}$"):
         make_plan(map_TE, top_k=number)
+
+
+@pytest.mark.parametrize("given", [torch.ones(2, 2), torch.ones(2).bool(), [[True]], None], ids=str)
+def test_what_is_no_map_and_probabilities_of_another_shape_are_refused(given):
+    """A kernel would read the first bytes of floats as a map."""
+    map_TE = torch.ones(2, 2, dtype=torch.bool)
+    is_tensor = isinstance(given, torch.Tensor)
+    found = (tuple(given.shape), given.dtype) if is_tensor else type(given).__name__
+    words = re.escape(f"got {found!r}")
+    for call in (
+        partial(select, probs_TE=torch.ones(2, 2), capacity=1),
+        partial(make_plan, top_k=1),
+    ):
+        with pytest.raises(ValueError, match=rf"^map_TE must be .* torch\.bool, {words}; use \.b"):
+            call(given)
+    if not is_tensor or given.shape != map_TE.shape:
+        with pytest.raises(ValueError, match=rf"^probs_TE must be a floating .* {words}$"):
+            select(map_TE, given, capacity=1)
 
 
 @POLICIES
