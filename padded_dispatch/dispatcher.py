@@ -87,6 +87,10 @@ class PaddedDispatcher:
         exchange: ExchangeKind = "auto",
         store: Store | None = None,
     ) -> None:
+        is_config, rule = isinstance(config, DispatchConfig), "be a DispatchConfig"
+        require(is_config, "config", type(config).__name__, rule)
+        rule = "be a Store that dispatchers share, or None for one of its own"
+        require(isinstance(store, Store | None), "store", store, rule)
         self.config = self._last_config = config
         self._choose_args = group, etp_group, exchange
         rule = "be a process group that this rank is in, or None for one rank"
@@ -147,8 +151,11 @@ class PaddedDispatcher:
     def combine(self, out_ND: Tensor, dispatched: Dispatched) -> Tensor:
         """Send the experts' output back and sum it per token: [N, D] to [T, D].
 
-        Padded rows of `out_ND` may hold anything; they are never read.
+        Padded rows of `out_ND` may hold anything; they are never read. `dispatched` is what
+        `dispatch` returned.
         """
+        kind, rule = type(dispatched).__name__, "be what dispatch returned"
+        require(isinstance(dispatched, Dispatched), "dispatched", kind, rule)
         return padded.combine(out_ND, dispatched.state)
 
     def _begin(
@@ -183,7 +190,8 @@ class PaddedDispatcher:
         agree_on_shapes(self.agreement, config, tokens_TD, rules, **state)
         self._last_config = config
         for name, kind in kinds.items():
-            require(name in tensors, name, kind, "be a tensor, or ExpertWeights of tensors")
+            is_right = name in tensors and name != "weights"
+            require(is_right, name, kind, "be a tensor, or ExpertWeights of tensors")
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         in_cells = config.capacity_pool == "cells" and not config.fits
         pool, rule = config.capacity_pool, "be 'cells' with experts that read padded cells"

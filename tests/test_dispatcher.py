@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -464,6 +464,10 @@ def _given(**changes: Any) -> list[Any]:
             "weights must be a tensor, or ExpertWeights of tensors, got 'NoneType'",
         ),
         (
+            {"weights": torch.zeros(4, 2, 3)},
+            "weights must be a tensor, or ExpertWeights of tensors, got ((4, 2, 3), torch.float32",
+        ),
+        (
             {"fc1_LGD": None},
             "fc1_LGD must be a tensor, or ExpertWeights of tensors, got 'NoneType'",
         ),
@@ -495,6 +499,27 @@ def test_what_is_no_tensor_or_has_another_dtype_is_refused(changes, words):
     dispatcher = PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2))
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         dispatcher.run(*_given(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"config": {"num_experts": 4}}, "config must be a DispatchConfig, got 'dict'"),
+        ({"store": "mine"}, "store must be a Store that dispatchers share, or None .*, got 'mine'"),
+        ({"group": 1}, "group must be a process group that this rank is in, or None .*, got 1"),
+    ],
+)
+def test_what_no_dispatcher_can_be_made_of_is_refused(changes, words):
+    made: dict[str, Any] = {"config": DispatchConfig(num_experts=4, top_k=2)} | changes
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        PaddedDispatcher(made.pop("config"), **made)
+
+
+def test_combine_refuses_what_no_dispatch_has_returned():
+    dispatcher = PaddedDispatcher(DispatchConfig(num_experts=4, top_k=2))
+    sent = dispatcher.dispatch(*_given()[:3])
+    with pytest.raises(ValueError, match=r"^dispatched must be what dispatch returned, got 'Expe"):
+        dispatcher.combine(sent.expert_input.rows_ND, cast(Any, sent.expert_input))
 
 
 def _backward_twice_on_one_rank() -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, require
 from padded_dispatch.exchange import Wire
+from padded_dispatch.exchange.agreement import is_dense, kind_of
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts.plain import add, rows_of_choices, take
 from padded_dispatch.kernels import Segments, SlotList
@@ -54,12 +55,14 @@ class DispatchState:
         rows: on a GPU the list of slots and their rows; on a CPU int32 [S, P, K], the row of each
             choice, negative if it has none on this rank.
         count_SL: as in `ExpertInput`.
+        width: of a row (D).
     """
 
     wire: CollectiveWire
     cells: Segments
     rows: SlotList | Tensor
     count_SL: Tensor
+    width: int
 
 
 @nvtx_range("dispatch")
@@ -109,8 +112,13 @@ def dispatch(
         rows_ND = none_ND.index_copy(0, row_C, rows)[:-1]
         probs_N = probs.new_zeros(cells.num_rows + 1).index_copy(0, row_C, probs)[:-1]
     expert_input = ExpertInput(rows_ND=rows_ND, probs_N=probs_N, count_SL=count_SL)
-    wire = cast(CollectiveWire, wire)
-    return expert_input, DispatchState(wire=wire, cells=cells, rows=where, count_SL=count_SL)
+    return expert_input, DispatchState(
+        wire=cast(CollectiveWire, wire),
+        cells=cells,
+        rows=where,
+        count_SL=count_SL,
+        width=tokens_TD.shape[1],
+    )
 
 
 @nvtx_range("combine")
@@ -120,8 +128,10 @@ def combine(out_ND: Tensor, state: DispatchState) -> Tensor:
     Rows are added in at least fp32: those of one rank in ascending expert order, then the ranks'
     sums in rank order. Padded rows of `out_ND` may hold anything.
     """
-    num_rows = state.cells.num_rows
-    require(len(out_ND) == num_rows, "out_ND", len(out_ND), f"have the {num_rows} rows of dispatch")
+    shape, device = (state.cells.num_rows, state.width), state.count_SL.device
+    is_right = is_dense(out_ND) and out_ND.shape == shape and out_ND.is_floating_point()
+    rule = f"be floating point of shape {shape} on {device}, as the rows of dispatch"
+    require(is_right and out_ND.device == device, "out_ND", kind_of(out_ND), rule)
     if isinstance(state.rows, SlotList):
         return state.wire.bring(_ToSums.apply(out_ND, state))
     num_sources, num_slots, _ = state.rows.shape

@@ -73,8 +73,6 @@ def test_a_row_beyond_the_capacity_counts_as_zero(monkeypatch, kernels):
     expert_input, state = padded.dispatch(tokens_TD, prob_TK, wire, config)
     out_TD = padded.combine(expert_input.rows_ND, state)
     assert out_TD[:, 0].tolist() == [2, 2, 0]
-    with pytest.raises(ValueError, match=r"^out_ND must have the 4 rows of dispatch, got 3$"):
-        padded.combine(expert_input.rows_ND[1:], state)
     rows_ND, probs_N = expert_input.rows_ND, expert_input.probs_N
     for result in (out_TD, rows_ND):
         (grad_TD,) = torch.autograd.grad(result.sum(), tokens_TD, retain_graph=True)
@@ -85,3 +83,32 @@ def test_a_row_beyond_the_capacity_counts_as_zero(monkeypatch, kernels):
         for result, given in ((out_TD, rows_ND), (rows_ND, tokens_TD)):
             with pytest.raises(ValueError, match=r"^create_graph must be False"):
                 torch.autograd.grad(result.sum(), given, create_graph=True)
+
+
+@KERNELS
+@pytest.mark.parametrize(
+    ("out_ND", "got"),
+    [
+        (torch.zeros(3, 2), "((3, 2), torch.float32, 'cpu')"),
+        (torch.zeros(4, 3), "((4, 3), torch.float32, 'cpu')"),
+        (torch.zeros(4), "((4,), torch.float32, 'cpu')"),
+        (torch.zeros(4, 2, 1), "((4, 2, 1), torch.float32, 'cpu')"),
+        (torch.zeros(4, 2, dtype=torch.int32), "((4, 2), torch.int32, 'cpu')"),
+        (torch.zeros(4, 2, device="meta"), "((4, 2), torch.float32, 'meta')"),
+        (torch.zeros(4, 2).to_sparse(), "'torch.sparse_coo tensor'"),
+        (torch.zeros(4, 2).numpy(), "'ndarray'"),
+        (None, "'NoneType'"),
+    ],
+    ids=str,
+)
+def test_what_is_no_output_of_the_rows_is_refused(monkeypatch, kernels, out_ND, got):
+    monkeypatch.setattr(padded, "_has_kernels", lambda values: kernels)
+    plan, tokens_TD = make_plan(torch.ones(2, 2, dtype=torch.bool), top_k=2), torch.ones(2, 2)
+    wire = Collectives(2).start(plan, tokens_TD, 2)
+    config = DispatchConfig(num_experts=2, top_k=2)
+    expert_input, state = padded.dispatch(tokens_TD, torch.ones(2, 2), wire, config)
+    with pytest.raises(ValueError, match=r"^out_ND must ") as error:
+        padded.combine(out_ND, state)
+    rule = "be floating point of shape (4, 2) on cpu, as the rows of dispatch"
+    assert str(error.value) == f"out_ND must {rule}, got {got}"
+    assert padded.combine(expert_input.rows_ND.double(), state).tolist() == [[2.0, 2.0]] * 2
