@@ -67,7 +67,8 @@ class LayerConfigs:
         self.has_context = False
         self.hooks: Callable[[], Any] | None = None
         self.retry: Callable[[], Any] | None = None
-        self._of_pass: dict[bool, DispatchConfig] = {}  # Of each mode's last pass.
+        # Of the last training pass, and of the last one in evaluation that came later, by mode.
+        self._of_pass: dict[bool, DispatchConfig] = {}
         self.router: Any = None
         self.find_factors(0)  # The layer has no number yet.
 
@@ -110,9 +111,12 @@ class LayerConfigs:
     def stays(self) -> bool:
         """Return whether a pass that backward recomputes has the mode and config of its first run.
 
-        Call it once in each pass. It compares with the last pass outside of backward.
+        Call it once in each pass. It compares with the last pass outside of backward. Evaluation
+        may come in between.
         """
         if not in_backward():
+            if self.in_training:
+                self._of_pass.clear()
             self._of_pass[self.in_training] = self.current
         return self._of_pass.get(self.in_training) == self.current
 

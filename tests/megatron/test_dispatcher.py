@@ -189,9 +189,12 @@ def test_steps_of_a_dispatcher_by_themselves_need_cells():
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("changed", ["", "factor", "mode"])
 def test_what_decides_a_pass_stays_until_it_is_recomputed(changed, reentrant):
-    """Evaluation in between, which has another config, is no change."""
+    """Evaluation in between, which has another config, is no change; nor one before."""
     made = tiny.padded_layer(experts="packed", moe_expert_capacity_factor=1.0)
     given = tiny.tokens(8).requires_grad_()
+    with torch.no_grad():
+        made.eval()(tiny.tokens(8))
+    made.train()
     output = checkpoint(lambda x: made(x)[0], given, use_reentrant=reentrant)
     configs = made.token_dispatcher.configs
     if changed != "mode":
