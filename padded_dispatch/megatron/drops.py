@@ -1,8 +1,9 @@
 """Warn of the rows that this rank dropped, in a training loop that has no `StepHooks`.
 
 Layers announce their training passes with `see_pass`; routers call it, or the guards of CUDA
-graphs. When a layer comes again, the layers of its config before it make up a group, whose
-counters are copied to pinned memory in the first passes of each later round. A round does not copy
+graphs. When a layer comes again, the layers of its model before it make up a group, whose
+counters are copied to pinned memory in the first passes of each later round. A layer with another
+config, or with the number of one of the group, is of another model. A round does not copy
 while a copy is still under way, and the host reads it in a later pass, once it has arrived, or at
 the end of the process. So no loop needs a line for it, nothing waits, and no rank calls another.
 """
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from padded_dispatch.megatron.compat import capturing
+from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.layer_configs import LayerConfigs
 from padded_dispatch.megatron.telemetry import (
     Copy,
@@ -44,6 +45,12 @@ class Drops:
         # At the end of the process its groups may have ended.
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._is_told = False  # Whether what is read first has been told, or hooks followed it.
+
+    def takes(self, layer: Any) -> bool:
+        """Return whether a layer may be of the same model as these, which are at least one."""
+        number, numbers = _number_of(layer), map(_number_of, self.layers)
+        is_new = number is None or number not in numbers
+        return is_new and self.layers[0].config is layer.config
 
     @unseen()  # A pass that is selectively recomputed looks in one of its two runs alone.
     def look(self, *, now: bool = False) -> None:
@@ -86,6 +93,11 @@ def _configs_of(layer: Any) -> LayerConfigs:
     return layer.token_dispatcher.configs
 
 
+def _number_of(layer: Any) -> int | None:
+    router = _configs_of(layer).router
+    return None if router.layer_number is None else number_in_model(router)
+
+
 # All of this process, for its end. Dispatchers keep them.
 _groups: weakref.WeakSet[Drops] = weakref.WeakSet()
 _joining: weakref.ref[Drops] | None = None  # The group that the next new layer joins.
@@ -103,8 +115,7 @@ def see_pass(layer: MoELayer) -> None:
     group: Drops | None = kept.get("drops")
     if group is None:
         group = None if _joining is None else _joining()
-        is_others = group is not None and group.layers[0].config is not layer.config
-        if group is None or group.first is not None or is_others:
+        if group is None or group.first is not None or not group.takes(layer):
             group = Drops()
             _groups.add(group)
             _joining = weakref.ref(group)

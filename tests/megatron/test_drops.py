@@ -145,6 +145,21 @@ def test_hooks_of_one_model_leave_the_drops_of_another_to_be_said(caplog, follow
     assert said and all(f"of the rows of layer {2 - followed} found" in text for text in said)
 
 
+def test_models_of_one_config_are_read_apart_and_their_layers_named(caplog):
+    """Such as an actor and a critic, in turns."""
+    with tiny.one_process():
+        fields: Any = {"moe_expert_capacity_factor": 2.0, "num_layers": 2}
+        config = tiny.config(layer_factors={2: 0.5}, experts="module", **fields)
+        models = [[tiny.layer(config, n, padded=True) for n in (1, 2)] for _ in range(2)]
+        for _ in range(3):
+            for layer in (layer for model in models for layer in model):
+                passes(layer, 1)
+        groups = [{layer.token_dispatcher.drops for layer in model} for model in models]
+    assert len(groups[0]) == len(groups[1]) == 1 and groups[0] != groups[1]
+    said = [text.partition(" found")[0].rpartition(" ")[2] for text in warnings(caplog)]
+    assert said == ["2", "2"]  # The first round of each, read in the third.
+
+
 def test_models_with_other_numbers_of_experts_are_read_apart(caplog):
     with tiny.one_process():
         fields: Any = {"moe_expert_capacity_factor": 0.5, "num_layers": 2}
@@ -325,7 +340,6 @@ def test_a_layer_ends_with_its_graph(experts):
 
 
 def test_a_model_after_a_layer_that_ran_once_is_read_in_its_own_rounds():
-    """The trial joins the group, and does not begin its rounds."""
     with tiny.one_process(), patch.object(drops.Drops, "look") as look:
         config = tiny.config(moe_expert_capacity_factor=0.5, experts="module", num_layers=2)
         trial, *layers = [tiny.layer(config, number, padded=True) for number in (1, 1, 2)]
@@ -334,7 +348,7 @@ def test_a_model_after_a_layer_that_ran_once_is_read_in_its_own_rounds():
             for layer in layers:
                 passes(layer, 1)
         group = layers[0].token_dispatcher.drops
-    assert group.layers == [trial, *layers] and group.first is layers[0]
+    assert group.layers == layers and group.first is layers[0]
     assert look.call_count == 2
 
 
