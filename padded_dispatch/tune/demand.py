@@ -66,7 +66,8 @@ def missing_ranks(trace: Trace) -> str:
     if missing:
         names = ", ".join(missing[:_MOST_NAMED]) + (", ..." if len(missing) > _MOST_NAMED else "")
         what = f"Traces of {len(missing)} of {len(expected)} ranks are missing ({names})"
-    return f"{what}, so their demand is unknown; give the traces of all ranks."
+    counted = "rows are not counted, and a store needs more than this"
+    return f"{what}, so {counted}; give the traces of all ranks."
 
 
 def _passes(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
