@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from padded_dispatch.config import require
+from padded_dispatch.config import require, require_count
 from padded_dispatch.megatron.config import last_layer
 from padded_dispatch.megatron.telemetry import padded_moe_layers
 from padded_dispatch.recorder import RoutingBuffer, TraceRecorder, steps_apart
@@ -27,12 +27,19 @@ class Passes:
         num_tokens: tokens of a micro-batch that this rank routes (T).
         num_steps: steps at the end of the run.
         every: steps between two recorded ones, at least; see `steps_apart`.
+
+    Raises:
+        ValueError: if one of them is no int of at least 1.
     """
 
     num_microbatches: int
     num_tokens: int
     num_steps: int
     every: int = 1
+
+    def __post_init__(self) -> None:
+        for name, number in vars(self).items():
+            require_count(name, number)
 
 
 def record_routing(

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from padded_dispatch.config import require
+from padded_dispatch.config import require, require_count
 from padded_dispatch.exchange.mirror import differing
 from padded_dispatch.megatron.dispatcher import device_of, is_chunks, require_chunks
 from padded_dispatch.megatron.record import Passes, record_routing
@@ -79,8 +79,7 @@ class StepHooks:
         arguments["chunks"] = "a list of chunks" if is_list else type(chunks).__name__
         settings, is_followed = _settings_of_all(local, arguments)
         require_chunks(chunks)
-        is_whole = type(every) is int and every >= 1
-        require(is_whole, "every", every, "be a whole number of at least 1")
+        require_count("every", every)
         # A read sets the largest need to zero, which others have not seen.
         rule = "have no other StepHooks: with two, neither sees the largest need of a pass"
         require(not is_followed, "chunks", "some that have", rule, "use those, or delete them")

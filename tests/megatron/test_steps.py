@@ -267,8 +267,18 @@ def test_a_model_without_padded_layers_is_refused():
     missing = r"chunks must have a layer with moe_token_.*, got none on any rank; set it"
     with pytest.raises(ValueError, match=missing):
         StepHooks([chunk])
-    with pytest.raises(ValueError, match=r"^every must be a whole number of at least 1, got 0$"):
+    with pytest.raises(ValueError, match=r"^every must be an int of at least 1, .*, got 0$"):
         StepHooks([chunk], every=0)
+
+
+@pytest.mark.parametrize("name", ["num_microbatches", "num_tokens", "num_steps", "every"])
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, None])
+def test_sizes_of_a_trace_that_are_no_counts_are_refused(name, number):
+    """With num_microbatches=0 a run would record nothing, and not say so."""
+    sizes: dict[str, Any] = {"num_microbatches": 1, "num_tokens": 4, "num_steps": 3}
+    words = re.escape(f"{name} must be an int of at least 1, below 2**31, got {number}")
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        Passes(**sizes | {name: number})
 
 
 def test_a_model_with_other_hooks_is_refused():
