@@ -172,6 +172,8 @@ class IterationGraph:
     """
 
     def __init__(self, config: TransformerConfig) -> None:
+        is_config, rule = isinstance(config, TransformerConfig), "be the model's TransformerConfig"
+        require(is_config, "config", type(config).__name__, rule, "give that, not the model")
         self.wrapped: Any = FullCudaGraphWrapper(
             get_forward_backward_func(), cuda_graph_warmup_steps=config.cuda_graph_warmup_steps
         )

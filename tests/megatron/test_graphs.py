@@ -228,6 +228,9 @@ def test_other_ways_to_capture_are_refused(megatron):
         ValueError, match=r"cuda_graph_impl must be 'transformer_engine' .*, got 'none'"
     ):
         LayerGraphs(eager.chunks, seq_length=10, micro_batch=2)
+    words = "^config must be the model's TransformerConfig, got 'list'; give that, not the model$"
+    with pytest.raises(ValueError, match=words):
+        IterationGraph(eager.chunks)
 
 
 def test_a_model_outside_of_ddp_has_no_graphs(megatron):
