@@ -34,3 +34,9 @@ def test_balanced_drop_in_fractions(data):
 def test_balanced_drop_of_many_experts_is_that_of_poisson(mean, capacity, percent):
     sizes = dict(num_tokens=mean * 2**12, top_k=1, num_experts=2**12)
     assert round(100 * balanced_drop(**sizes, capacity=capacity), 2) == percent
+
+
+def test_balanced_drop_of_its_example():
+    """Of T and E that are not many, it is less than that of Poisson."""
+    sizes = dict(num_tokens=4096, top_k=8, num_experts=1024)
+    assert round(100 * balanced_drop(**sizes, capacity=40), 2) == 0.72
