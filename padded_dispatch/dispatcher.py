@@ -142,7 +142,7 @@ class PaddedDispatcher:
     def dispatch(self, tokens_TD: Tensor, probs_TE: Tensor, map_TE: Tensor) -> Dispatched:
         """Send tokens to their experts, as rows of padded cells; arguments and errors as in `run`.
 
-        Tokens may be of any floating point dtype on any device.
+        Tokens may be of any floating point dtype of at least 16 bits, on any device.
         """
         selection, prob_TK, wire = self._begin(tokens_TD, probs_TE, map_TE)
         expert_input, state = padded.dispatch(tokens_TD, prob_TK, wire, self.config)
@@ -216,8 +216,9 @@ class PaddedDispatcher:
             require(shape == wanted[name], name, shape, f"have shape {wanted[name]}")
             found, rule = tensors[name].device, f"be on the device of the tokens, {device}"
             require(found == device, name, str(found), rule, "move it there")
-        dtype, rule = probs_TE.dtype, "be of a floating point dtype"
-        require(probs_TE.is_floating_point(), "probs_TE", dtype, rule)
+        dtype, rule = probs_TE.dtype, "be of a floating point dtype of at least 16 bits"
+        is_wide = probs_TE.is_floating_point() and probs_TE.element_size() > 1
+        require(is_wide, "probs_TE", dtype, rule)
         require(map_TE.dtype == torch.bool, "map_TE", map_TE.dtype, "be torch.bool", "use .bool()")
         key = packed, pool, device.type
         if key not in self._exchanges:

@@ -456,7 +456,15 @@ def _given(**changes: Any) -> list[Any]:
         ({"tokens": [[0.0]]}, "tokens_TD must be a floating point tensor [T, D], got 'list'; fla"),
         (
             {"probs": torch.zeros(3, 4).int()},
-            "probs_TE must be of a floating point dtype, got torch",
+            "probs_TE must be of a floating point dtype of at least 16 bits, got torch.int32",
+        ),
+        (
+            {"probs": torch.zeros(3, 4, dtype=torch.float8_e4m3fn)},
+            "probs_TE must be of a floating point dtype of at least 16 bits, got torch.float8",
+        ),
+        (
+            {"tokens": torch.zeros(3, 3, dtype=torch.float8_e4m3fn)},
+            "tokens_TD must have at least 16 bits, got torch.float8_e4m3fn",
         ),
         ({"probs": [[0.0]]}, "probs_TE must be a tensor, or ExpertWeights of tensors, got 'list'"),
         (

@@ -178,6 +178,7 @@ def agree_on_shapes(
     )
     rule, fix = "be a floating point tensor [T, D]", "flatten what stands before D"
     require(is_matrix, "tokens_TD", hidden_size, rule, fix)
+    require(tokens_TD.element_size() > 1, "tokens_TD", tokens_TD.dtype, "have at least 16 bits")
     require_tokens(num_tokens)
     require_returned(broke_off)
     rule = "stay as it is until backward has recomputed the pass, whose rows it decides"
