@@ -14,6 +14,7 @@ dispatch and combine are each other's transpose.
 
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
@@ -71,7 +72,6 @@ class PaddedDispatcher:
             which a pass runs the layers. None creates a store for this layer alone.
 
     Attributes:
-        config: may be replaced between steps, on all ranks alike, to change the capacity factor.
         store: where `run` keeps rows for backward.
 
     Raises:
@@ -91,7 +91,10 @@ class PaddedDispatcher:
         require(is_config, "config", type(config).__name__, rule)
         rule = "be a Store that dispatchers share, or None for one of its own"
         require(isinstance(store, Store | None), "store", store, rule)
-        self.config = self._last_config = config
+        # The store reads the config here: if it held the dispatcher, which holds it, its memory
+        # would stay until Python collects garbage.
+        self._now = SimpleNamespace(config=config)
+        self._last_config = config
         self._choose_args = group, etp_group, exchange
         rule = "be a process group that this rank is in, or None for one rank"
         for name, given in (("group", group), ("etp_group", etp_group)):
@@ -105,8 +108,17 @@ class PaddedDispatcher:
             size = process_group.size() if process_group is not None else 1
             require(value == size, field, value, f"be {size}, the size of its process group")
         self.store = Store() if store is None else store
-        self._call_number = self.store.add(partial(getattr, self, "config"))
+        self._call_number = self.store.add(partial(getattr, self._now, "config"))
         self._exchanges: dict[tuple[bool, str, str], Exchange] = {}
+
+    @property
+    def config(self) -> DispatchConfig:
+        """May be replaced between steps, on all ranks alike, to change the capacity factor."""
+        return self._now.config
+
+    @config.setter
+    def config(self, config: DispatchConfig) -> None:
+        self._now.config = config
 
     def run(
         self,

@@ -1,7 +1,9 @@
 """Whole layers through the dispatcher on all ranks against the oracle; unused memory is NaN."""
 
 import dataclasses
+import gc
 import re
+import weakref
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -575,6 +577,23 @@ def test_a_store_follows_a_factor_that_is_replaced():
     for dispatcher in dispatchers:
         dispatcher.config = dataclasses.replace(config, capacity_factor=0.9)
     assert store.sizes(10).num_rows == 54
+
+
+def test_the_memory_of_a_store_ends_with_its_last_dispatcher():
+    """At once, and not when Python collects garbage: that sees no need of a GPU's memory."""
+    gc.disable()
+    try:
+        case = make_case(config_of("store"), ["thin"] * 2)
+        model, rank = Model(case, "store"), OneRank(case)
+        rank.found(model.forward(rank))
+        (stack,) = map(weakref.ref, model.store._stacks)
+        assert stack() is not None
+        del model.store, model.dispatchers[0]
+        assert stack() is not None
+        del model.dispatchers[0]
+        assert stack() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
