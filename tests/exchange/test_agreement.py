@@ -9,6 +9,7 @@ left waiting.
 import json
 import os
 import re
+import tracemalloc
 from typing import Any
 from unittest.mock import Mock
 
@@ -190,6 +191,29 @@ def test_a_rank_that_breaks_off_before_the_largest_number(pool2, rank):
     ]
     words = f"ranks disagree about a padded dispatch: {'; '.join(differing)}. Give every rank"
     assert all(said.startswith(words) for said in pool2.run(_breaks_off_before_largest, rank))
+
+
+def test_calls_with_ever_new_shapes_leave_little_behind(monkeypatch):
+    """T may change from call to call, and there is an agreement for each layer."""
+    monkeypatch.setattr(agreement_module, "mirror_of", lambda *_: Mock(num_agreements=0))
+    monkeypatch.setattr(Agreement, "_gather", lambda *_: None)
+    agreement = Agreement(Mock(**{"size.return_value": 2}))
+    rules = tuple((f"rule {number}", number) for number in range(9))
+
+    def call(*numbers: int) -> None:
+        for number in range(*numbers):
+            agreement.check(rules, T=number, probs_TE=(number, 8))
+
+    call(2000)
+    tracemalloc.start()
+    try:
+        call(2000, 6000)
+        left, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert left < 4000 * 300
+    with pretend_capture():
+        call(0, 6000, 1000)  # All that were compared are remembered.
 
 
 def test_one_rank_compares_nothing(monkeypatch):
