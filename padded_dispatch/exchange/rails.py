@@ -79,14 +79,14 @@ class Rails:
     ) -> "RailWire":
         """Begin a pass; the first pass with a shape is a collective call.
 
-        P > T makes room for the tokens of ranks with more. `sends_again`: inside of the host.
+        P is T, as of each store, or more for ranks with more tokens. `sends_again`: inside of the
+        host.
         """
         plan = Plan(
             expert_TK=self._number_E[plan.expert_TK],
             place_TK=plan.place_TK,
             kept_E=plan.kept_E[self._expert_E],
         )
-        num_slots = max(num_slots, len(tokens_TD))
         return RailWire(self.inside, self._across.start(plan, tokens_TD, num_slots), sends_again)
 
 
