@@ -30,7 +30,7 @@ from padded_dispatch.megatron.compat import capturing, number_in_model
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher
 from padded_dispatch.megatron.layer_configs import settings_of
 from padded_dispatch.routing import select
-from padded_dispatch.utils.phases import require_first_derivatives, trains, unseen
+from padded_dispatch.utils.phases import require_first_derivatives, trains, unseen, untraced
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 _GATING = TopKRouter.gating  # Others may patch it later.
@@ -79,6 +79,7 @@ class SelectAfterCounting(TopKRouter):
         finally:
             self._has_begun = False
 
+    @untraced
     def _begin(self, input: Tensor, padding_mask: Tensor | None) -> None:
         """Compare shapes over the ranks, and take note of a training pass.
 

@@ -1,5 +1,6 @@
 """Phases of the calling thread: a capture, a backward pass, recompute; and stages of a layer."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -70,6 +71,15 @@ def unseen() -> Iterator[None]:
     """
     with _disable_current_modes():
         yield
+
+
+def untraced(function: _Fn) -> _Fn:
+    """Decorate a function of the host, which `torch.compile` cannot trace.
+
+    Importing the compiler takes two seconds. Megatron does it first; without it nothing is traced.
+    """
+    disable: Any = torch.compiler.disable
+    return disable(function) if "torch._dynamo" in sys.modules else function
 
 
 def require_first_derivatives() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import os
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -359,6 +360,29 @@ def test_a_replay_of_a_whole_step_is_a_round_of_its_model():
         drops.see_iteration([layer])
         drops.see_iteration([])
         assert look.call_count == 1 and layer.token_dispatcher.drops.first is layer
+
+
+def _compiled() -> int:
+    """Compile a layer's router, and return the number of warnings in three passes."""
+    compiler: Any = torch._dynamo
+    with (
+        megatron("cpu"),
+        torch.compiler.set_stance("default"),  # `megatron_on_cpu` compiles nothing, nor do tests.
+        patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"),
+        compiler.config.patch(disable=False),
+        patch.object(logging.getLogger("padded_dispatch"), "warning") as warning,
+    ):
+        layer = tiny.padded_layer(moe_expert_capacity_factor=0.5)
+        run = compiler.optimize("eager")(lambda x: layer.router(2 * x)[0])
+        for _ in range(3):
+            run(tiny.tokens(8).requires_grad_()).sum().backward()
+        assert layer.token_dispatcher.counters.num_passes == 3
+    return warning.call_count
+
+
+def test_a_compiled_layer_warns(pool1):
+    """The compiler cannot trace what reads the counters."""
+    assert pool1.run(_compiled) == [1]
 
 
 def _in_a_loop_of_its_own() -> int:

@@ -28,7 +28,7 @@ from padded_dispatch.utils.launch import torchrun_env
 _START_S = 120.0  # imports and rendezvous, on a busy laptop
 _PEERS_S = 2.0  # after the first error, for peers that do not wait for that rank
 _context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-_context.set_forkserver_preload(["tests.support.training", "torch._dynamo"])
+_context.set_forkserver_preload(["torch._dynamo", "tests.support.training"])
 _groups: dict[tuple[int, ...], Any] = {}  # by their ranks
 
 
