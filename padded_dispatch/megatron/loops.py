@@ -76,9 +76,11 @@ class _Settings:
 
     def ends_with(self, step: int) -> bool:
         """Return whether the run ends with this step, as far as its settings show."""
-        rest = range(step + 1, self.num_steps + 1)
-        every = self.exit_interval
-        return all(s in self.left_out for s in rest) or (bool(every) and step % every == 0)
+        rest, every = range(step + 1, self.num_steps + 1), self.exit_interval
+        # Megatron-LM 0.16 counts the steps to skip from 0. Where 1 is the first, this step, which
+        # has run, is none of them.
+        is_last = any(all(s - first in self.left_out for s in rest) for first in (0, 1))
+        return is_last or (bool(every) and step % every == 0)
 
 
 def _of_megatron_lm(module: ModuleType, arguments: dict[str, Any]) -> _Settings:

@@ -53,10 +53,12 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
     `lines`: step and means of each line that was printed. `calls`: the forward-backward function of
     each step. `before`: if set, called with the number of each step before it. `read`: readings
     before each step's checkpoint. `exits`: whether the rerun state machine ends the next step.
+    `first`: the number of the first step among those to skip, 0 in 0.16.
     """
     module: Any = ModuleType(MODULE)
     module.lines, module.calls, module.read = [], [], []
     module.tensorboard, module.wandb, module.before, module.exits = Writer(), Writer(), None, False
+    module.first = 1
     module.get_tensorboard_writer = lambda: module.tensorboard
     module.get_wandb_writer = lambda: module.wandb
     args = SimpleNamespace(
@@ -114,7 +116,7 @@ def stand_in(monkeypatch: Any, sizes: Any) -> Any:
     def train(forward_step_func, model, data_iterator, config, forward_backward_func):
         total_loss_dict: dict[str, Any] = {}
         for iteration in range(args.iteration, args.train_iters):
-            if iteration + 1 in args.iterations_to_skip:
+            if iteration + module.first in args.iterations_to_skip:
                 continue
             if module.before is not None:
                 module.before(iteration)
@@ -390,7 +392,11 @@ def test_steps_behind_the_last_line_are_read_where_the_loop_ends_early(loop):
     written = loop.tensorboard.scalars["moe/dropped"]
     assert [step for step, _ in written] == [1, 3] and written == loop.wandb.scalars["moe/dropped"]
     loop.get_args().exit_interval = None
-    for left_out, read in ([], [1, 1, 1, 2, 2, 3]), ([2, 6], [1, 1, 2, 3]):
+    for loop.first, left_out, read in (
+        (1, [], [1, 1, 1, 2, 2, 3]),
+        (1, [2, 6], [1, 1, 2, 3]),
+        (0, [1, 5], [1, 1, 2, 3]),
+    ):
         loop.get_args().iterations_to_skip, loop.read, loop.tensorboard = left_out, [], Writer()
         train(loop)
         assert loop.read == read  # That of the last step comes before its checkpoint.
