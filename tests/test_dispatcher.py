@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import os
 import re
 import weakref
 from typing import Any, cast
@@ -390,6 +391,26 @@ def test_ranks_may_be_processes_that_share_no_memory(monkeypatch):
     """Other tests fork their ranks or start threads, which have objects at the same addresses."""
     monkeypatch.delenv("RANK", raising=False)
     assert start_workers(_dispatch_and_combine, num_workers=2) == [[0, 1], [4, 6]]
+
+
+def _threads_of_a_job() -> list[int]:
+    """Return this process's threads beyond those at first: with a dispatcher, and after the job."""
+    found, before = [], len(os.listdir("/proc/self/task"))
+    group = dist.new_group()
+    case = make_case(config_of("store", 2), ["thin"])
+    rank, dispatcher = OneRank(case), PaddedDispatcher(case.config, group=group)
+    given = rank.tokens_TD, rank.probs_YTE[0], rank.maps_YTE[0]
+    rank.found(dispatcher.run(*given, rank.weights_Y[0], case.activation))
+    found.append(len(os.listdir("/proc/self/task")) - before)
+    dist.destroy_process_group(group)
+    del group, dispatcher
+    return [*found, len(os.listdir("/proc/self/task")) - before]
+
+
+def test_threads_of_gloo_end_with_the_group(pool2):
+    """A thread that frees a tensor while Python ends would abort the process."""
+    for during, after in pool2.run(_threads_of_a_job):
+        assert during > after == 0
 
 
 def _asking_for_too_many(pool: str) -> str:
