@@ -20,11 +20,11 @@ R source ranks in an expert-parallel group.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self, TypeVar, overload
 
 import numpy as np
 from numpy.lib import format as npy
@@ -34,7 +34,6 @@ from padded_dispatch.config import CapacityPool, require
 
 MAX_EXPERTS = 2**15 - 1  # ids are int16
 HEADER_BYTES = 512  # of a step in a file, at most
-_ARRAYS = "steps", "layers", "ranks", "ids_NTK", "probs_NTK"
 _CODED_FIELDS = {  # Settings that a file stores as the index of their value here.
     "capacity_pool": (None, "cells", "store"),
 }
@@ -82,14 +81,49 @@ _RUN_FIELDS = tuple(f.name for f in fields(TracedRun) if f.name not in ("num_tok
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trace:
-    """The rows that routers asked for, before anything was dropped.
+class Records:
+    """Which records there are; a subclass adds arrays of what they hold, of N elements each.
 
     Args:
         run: sizes and settings of the run.
         steps: int64 [N], the training step of each record.
         layers: int32 [N], the number of the MoE layer of each record.
         ranks: int32 [N], the source rank of each record.
+    """
+
+    run: TracedRun
+    steps: NDArray[np.int64]
+    layers: NDArray[np.int32]
+    ranks: NDArray[np.int32]
+
+    @property
+    def microbatches(self) -> NDArray[np.int64]:
+        """Micro-batch of each record, [N]: its index among those of its (step, layer, rank)."""
+        keys = np.stack([self.steps, self.layers, self.ranks])
+        series = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+        order = np.argsort(series, kind="stable")
+        ascending = series[order]
+        places = np.empty(len(order), np.int64)
+        places[order] = np.arange(len(order)) - np.searchsorted(ascending, ascending)
+        return places
+
+    def where(self, chosen: NDArray[np.bool_ | np.int64]) -> Self:
+        """Return the records that `chosen` selects, as a mask or as a list of indices."""
+        return replace(self, **{name: getattr(self, name)[chosen] for name in _arrays(self)})
+
+
+_R = TypeVar("_R", bound=Records)
+
+
+def _arrays(records: Records) -> list[str]:
+    return [field.name for field in fields(records) if field.name != "run"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trace(Records):
+    """The rows that routers asked for, before anything was dropped.
+
+    Args:
         ids_NTK: int16, experts in ascending order, then -1: for a padding token, and for a token
             with fewer than K experts.
         probs_NTK: float32, the probabilities of these experts, 0 where the id is -1.
@@ -99,10 +133,6 @@ class Trace:
             are none.
     """
 
-    run: TracedRun
-    steps: NDArray[np.int64]
-    layers: NDArray[np.int32]
-    ranks: NDArray[np.int32]
     ids_NTK: NDArray[np.int16]
     probs_NTK: NDArray[np.float32]
 
@@ -122,23 +152,8 @@ class Trace:
         wrong = self.probs_NTK[~((self.probs_NTK >= 0) & (self.probs_NTK < math.inf))]
         require(not len(wrong), "probs_NTK", wrong[:1].tolist(), "be finite, and at least 0")
 
-    @property
-    def microbatches(self) -> NDArray[np.int64]:
-        """Micro-batch of each record, [N]: its index among those of its (step, layer, rank)."""
-        keys = np.stack([self.steps, self.layers, self.ranks])
-        series = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
-        order = np.argsort(series, kind="stable")
-        ascending = series[order]
-        places = np.empty(len(order), np.int64)
-        places[order] = np.arange(len(order)) - np.searchsorted(ascending, ascending)
-        return places
 
-    def where(self, chosen: NDArray[np.bool_ | np.int64]) -> "Trace":
-        """Return the records that `chosen` selects, as a mask or as a list of indices."""
-        return replace(self, **{name: getattr(self, name)[chosen] for name in _ARRAYS})
-
-
-def merge(parts: Mapping[Any, Trace]) -> Trace:
+def merge(parts: Mapping[Any, _R]) -> _R:
     """Merge at least one trace, such as one per rank, into one; `parts` has their names for errors.
 
     The records of the result are ordered by step, micro-batch, layer and rank.
@@ -162,18 +177,23 @@ def merge(parts: Mapping[Any, Trace]) -> Trace:
                     f"step {step}, layer {layer}, rank {rank} must be in one trace, got it in "
                     f"{other_name} and {name}; give every trace once"
                 )
-    arrays = {name: np.concatenate([getattr(t, name) for t in parts.values()]) for name in _ARRAYS}
+    arrays = {n: np.concatenate([getattr(t, n) for t in parts.values()]) for n in _arrays(first)}
     whole = replace(first, **arrays)
     order = np.lexsort((whole.ranks, whole.layers, whole.microbatches, whole.steps))
     return whole.where(order)
 
 
-def load_traces(paths: Sequence[Path]) -> Trace:
+@overload
+def load_traces(paths: Sequence[Path]) -> Trace: ...
+@overload
+def load_traces(paths: Sequence[Path], reduce: Callable[[Trace], _R]) -> _R: ...
+def load_traces(paths: Sequence[Path], reduce: Callable[[Trace], Any] = lambda trace: trace) -> Any:
     """Read a recording of several files, such as one per rank, and merge them.
 
     Args:
         paths: files, and folders whose `*.npy` files are read. Steps that a resumed run repeated
             are taken once. The last steps of a run that a layer or rank lacks are left out.
+        reduce: makes of a file's trace the records that are kept, before the next file is read.
 
     Raises:
         ValueError: names the file, what is wrong in it, and what to do; or no file has a step.
@@ -190,10 +210,11 @@ def load_traces(paths: Sequence[Path]) -> Trace:
     # was killed before its first step, or its next file is on the disk of a host that left the run.
     starts = sorted({*steps_done.values()})
     ends: dict[int | None, int] = dict(pairwise(starts))
-    traces: dict[Path, Trace] = {}
+    traces: dict[Path, Records] = {}
     for file in files:
-        trace = _load(file)
-        if trace is not None:
+        whole = _load(file)
+        if whole is not None:
+            trace, whole = reduce(whole), None  # Two files need not fit into memory.
             kept = trace.steps <= ends.get(steps_done.get(file), math.inf)
             if kept.any():
                 traces[file] = trace if kept.all() else trace.where(kept)
@@ -216,7 +237,7 @@ def steps_before(file: Path) -> int | None:
     return int(step) if step.isdecimal() else None
 
 
-def _last_common_step(trace: Trace, of_run: NDArray[np.bool_]) -> int:
+def _last_common_step(trace: Records, of_run: NDArray[np.bool_]) -> int:
     """Return the last step that every (layer, rank) of a run has recorded.
 
     Ignore a (layer, rank) that stopped more than two recorded steps before the end of the run.

@@ -7,11 +7,21 @@ import io
 import os
 import pickle
 import resource
+import weakref
 
 import numpy as np
 import pytest
 
-from padded_dispatch.trace import HEADER_BYTES, Trace, TracedRun, append, load_traces, merge
+from padded_dispatch import trace as traces
+from padded_dispatch.trace import (
+    HEADER_BYTES,
+    Records,
+    Trace,
+    TracedRun,
+    append,
+    load_traces,
+    merge,
+)
 from tests.support.traces import equal, of_run, save, small_trace, traced_run
 
 FILE_SIZE = resource.RLIMIT_FSIZE
@@ -164,6 +174,29 @@ def test_files_and_folders_are_merged(tmp_path):
         append(recorded(), file)
     with pytest.raises(ValueError, match=r"a\.npy: dtype must be .*, as in the first step"):
         load_traces(paths)
+
+
+def test_what_a_file_holds_is_freed_before_the_next_is_read(monkeypatch, tmp_path):
+    """A trace of a hundred steps has a GiB for each rank."""
+    for rank in range(3):
+        save(of_rank(rank, [1, 2]), tmp_path / f"{rank}.npy")
+    held, load = [], traces._load
+
+    def load_alone(file):
+        assert [array for array in held if array() is not None] == []
+        return load(file)
+
+    def reduced(trace):
+        held.append(weakref.ref(trace.ids_NTK))
+        which = {name: getattr(trace, name) for name in ("run", "steps", "layers", "ranks")}
+        return Records(**which)
+
+    whole = load_traces([tmp_path])
+    monkeypatch.setattr(traces, "_load", load_alone)
+    found = load_traces([tmp_path], reduced)
+    assert len(held) == 3 and found.run == whole.run
+    for name in ("steps", "layers", "ranks", "microbatches"):
+        assert getattr(found, name).tolist() == getattr(whole, name).tolist()
 
 
 @pytest.mark.parametrize("folders", [("both", "both"), ("host 0", "host 1")])

@@ -7,7 +7,7 @@ from pathlib import Path
 from padded_dispatch.config import pool_named, require
 from padded_dispatch.trace import load_traces
 from padded_dispatch.tune import plan, plots, report
-from padded_dispatch.tune.demand import demand_of
+from padded_dispatch.tune.demand import counted, demand_of
 from padded_dispatch.tune.recommend import DROP, Study, study
 from padded_dispatch.tune.replay import POOLS
 from padded_dispatch.utils.flags import Parser, errors_name_flags
@@ -94,7 +94,7 @@ def _study(given: argparse.Namespace) -> Study:
     try:
         for path in given.traces:
             require(path.exists(), "TRACE", str(path), rule, fix)
-        trace = load_traces(given.traces)
+        trace = load_traces(given.traces, counted)
     except OSError as error:
         raise ValueError(
             f"{error.filename} must be a readable trace, got {error.strerror}; give another"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padded_dispatch.trace import Trace, TracedRun
+from padded_dispatch.trace import Records, Trace, TracedRun
 
 _MOST_NAMED = 8  # missing ranks
 
@@ -19,15 +19,15 @@ class Demand:
     """Counts of rows. A pass is a micro-batch of a step in one group of source ranks.
 
     `run`: see `Trace`. `steps`: [passes]. `layers`: [layers], their numbers, ascending. `counts`:
-    [passes, layers, sources, experts], rows before anything is dropped. `trace`: the trace that was
-    counted; None if only counts are known.
+    [passes, layers, sources, experts], rows before anything is dropped. `trace`: the records that
+    were counted; None if only counts are known.
     """
 
     run: TracedRun
     steps: NDArray[np.int64]
     layers: NDArray[np.int32]
     counts: NDArray[np.integer]
-    trace: Trace | None = None
+    trace: Records | None = None
 
     @property
     def mean_rows(self) -> float:
@@ -35,19 +35,41 @@ class Demand:
         return self.run.num_tokens * self.run.top_k / self.run.num_experts
 
 
-def demand_of(trace: Trace) -> Demand:
-    """Count the rows of a trace."""
-    steps, _ = _passes(trace)
-    return Demand(
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CountedTrace(Records):
+    """The rows of each record for each expert, `counts_NE`: far less memory than a trace."""
+
+    counts_NE: NDArray[np.int32]
+
+
+def counted(trace: Trace) -> CountedTrace:
+    """Count the rows of each record of a trace."""
+    counts_NE = np.zeros((len(trace.steps), trace.run.num_experts), np.int32)
+    for n, ids_TK in enumerate(trace.ids_NTK):
+        counts_NE[n] = np.bincount(ids_TK[ids_TK >= 0], minlength=trace.run.num_experts)
+    return CountedTrace(
         run=trace.run,
-        steps=steps,
-        layers=np.unique(trace.layers),
-        counts=_counted(trace, trace.ids_NTK),
-        trace=trace,
+        steps=trace.steps,
+        layers=trace.layers,
+        ranks=trace.ranks,
+        counts_NE=counts_NE,
     )
 
 
-def missing_ranks(trace: Trace) -> str:
+def demand_of(trace: Trace | CountedTrace) -> Demand:
+    """Return the demand of a trace, or of what was counted of it."""
+    of = counted(trace) if isinstance(trace, Trace) else trace
+    steps, _ = _passes(of)
+    return Demand(
+        run=of.run,
+        steps=steps,
+        layers=np.unique(of.layers),
+        counts=_placed(of, of.counts_NE),
+        trace=of,
+    )
+
+
+def missing_ranks(trace: Records) -> str:
     """Return a warning if ranks of a group did not trace all layers of a step, else nothing."""
     num_ranks = trace.run.num_ranks
     keys = np.unique(np.stack([trace.steps, trace.layers, trace.ranks]), axis=1)
@@ -70,22 +92,14 @@ def missing_ranks(trace: Trace) -> str:
     return f"{what}, so {counted}; give the traces of all ranks."
 
 
-def _passes(trace: Trace) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _passes(trace: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the step of every pass, and the pass of every record."""
     keys = np.stack([trace.steps, trace.microbatches, trace.ranks // trace.run.num_ranks])
     passes, pass_of_record = np.unique(keys, axis=1, return_inverse=True)
     return passes[0], pass_of_record.reshape(-1)
 
 
-def _counted(trace: Trace, ids_NTK: NDArray[np.int16]) -> NDArray[np.int32]:
-    """Return the rows of every (pass, layer, source, expert)."""
-    counts_NE = np.zeros((len(ids_NTK), trace.run.num_experts), np.int32)
-    for n, ids_TK in enumerate(ids_NTK):
-        counts_NE[n] = np.bincount(ids_TK[ids_TK >= 0], minlength=trace.run.num_experts)
-    return _placed(trace, counts_NE)
-
-
-def _placed(trace: Trace, values: NDArray[Any]) -> NDArray[Any]:
+def _placed(trace: Records, values: NDArray[Any]) -> NDArray[Any]:
     """Return values of records, [N, ...], by (pass, layer, source); 0 without a record."""
     steps, pass_of_record = _passes(trace)
     layers, layer_of_record = np.unique(trace.layers, return_inverse=True)
