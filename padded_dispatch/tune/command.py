@@ -4,10 +4,12 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
 from padded_dispatch.config import pool_named, require
-from padded_dispatch.trace import load_traces
+from padded_dispatch.trace import Trace, load_traces
 from padded_dispatch.tune import plan, plots, report
-from padded_dispatch.tune.demand import counted, demand_of
+from padded_dispatch.tune.demand import CountedTrace, counted, demand_of
 from padded_dispatch.tune.recommend import DROP, Study, study
 from padded_dispatch.tune.replay import POOLS
 from padded_dispatch.utils.flags import Parser, errors_name_flags
@@ -44,7 +46,10 @@ def read(argv: list[str]) -> argparse.Namespace:
         "all layers (default: as in the traced run, else the one with the smaller factor)"
     )
     add("--pool", type=pool_named, choices=POOLS, metavar="NAME", help=about)
-    about = "MoE layers of a pipeline stage's chunk, which share a store (default: all)"
+    about = (
+        "MoE layers of a pipeline stage's chunk, which share a store (default: as many as a file "
+        "has, those of a stage)"
+    )
     add("--store-layers", type=int, metavar="N", help=about)
     return parser.parse_args(argv)
 
@@ -91,10 +96,16 @@ def _study(given: argparse.Namespace) -> Study:
     require(is_free, "--report", str(page), rule, "name another")
     require_folder("--report", page.parent)
     rule, fix = "exist", "record it with padded-dispatch train --trace, or correct the path"
+    num_layers: list[int] = []
+
+    def reduced(trace: Trace) -> CountedTrace:
+        num_layers.append(len(np.unique(trace.layers)))
+        return counted(trace)
+
     try:
         for path in given.traces:
             require(path.exists(), "TRACE", str(path), rule, fix)
-        trace = load_traces(given.traces, counted)
+        trace = load_traces(given.traces, reduced)
     except OSError as error:
         raise ValueError(
             f"{error.filename} must be a readable trace, got {error.strerror}; give another"
@@ -102,10 +113,14 @@ def _study(given: argparse.Namespace) -> Study:
     last = int(trace.steps.max())
     rule = f"be from 0 to the last, {last}"
     require(0 <= given.from_step <= last, "from_step", given.from_step, rule)
+    demand = demand_of(trace.where(trace.steps >= given.from_step))
+    store_layers = given.store_layers
+    if store_layers is None:  # Each rank records the layers of its own pipeline stage.
+        store_layers = min(max(num_layers), len(demand.layers))
     return study(
-        demand_of(trace.where(trace.steps >= given.from_step)),
+        demand,
         drop,
         name=", ".join(path.name for path in given.traces),
         pools=(given.pool,) if given.pool else POOLS,
-        store_layers=given.store_layers,
+        store_layers=store_layers,
     )

@@ -174,8 +174,12 @@ def summary(study: Study, report: Path) -> str:
 
 
 def sentences(study: Study) -> list[str]:
-    """Return the recommendation, the reasons to doubt it, and the range of the layers' factors."""
+    """Return the recommendation, the reasons to doubt it, and what holds for single layers."""
     found = [study.chosen.sentence(), *study.chosen.warnings()]
+    few, many = study.chosen.replay.store_layers, len(study.chosen.replay.demand.layers)
+    if study.pool == "store" and few < many:
+        which = f"A store is shared by {few} of {many} layers, as in a pipeline stage"
+        found.append(f"{which}; for several chunks of a stage give --store-layers.")
     factors = [advice.factor for advice in study.chosen.layers.values()]
     if len(factors) > 1 and study.pool == "cells":
         found.append(f"Each layer by itself: {min(factors):g} to {max(factors):g}.")

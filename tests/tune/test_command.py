@@ -60,6 +60,24 @@ def test_split_experts_and_the_first_step(tune, tmp_path):
     assert " ".join(printed.split()).startswith(found.chosen.sentence())
 
 
+def test_layers_of_a_pipeline_stage_share_a_store(tune, tmp_path):
+    """Each rank of a stage has a file of its own layers, and sources of one number."""
+    (tmp_path / "run").mkdir()
+    for layer in (1, 2):
+        of_stage = TRACE.where(TRACE.layers == layer)
+        for rank in (0, 1):
+            save(of_stage.where(of_stage.ranks == rank), tmp_path / "run" / f"{layer}-{rank}.npy")
+    printed, page = tune("run --pool store")
+    found = study(DEMAND, name="run", pools=("store",), store_layers=1)
+    assert found.chosen.sentence() != study(DEMAND, name="run", pools=("store",)).chosen.sentence()
+    assert found.chosen.sentence() in page
+    words = " ".join(printed.split())
+    said = "A store is shared by 1 of 2 layers, as in a pipeline stage; for several chunks of a st"
+    assert words.startswith(f"{found.chosen.sentence()} {said}")
+    for flags in ("--pool store --store-layers 2", "--pool cells"):
+        assert "A store is shared" not in tune(f"run {flags}")[0]
+
+
 def test_without_matplotlib_the_page_has_no_figures(tune, monkeypatch, tmp_path):
     """As after the first block of the README's Quick start."""
     save(TRACE, tmp_path / "trace.npy")
