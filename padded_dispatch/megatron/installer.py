@@ -57,7 +57,8 @@ def install(options: PaddedOptions | None = None) -> None:
 def uninstall() -> None:
     """Undo `install` and all that models with graphs have wrapped.
 
-    Existing layers keep working. Replays of their graphs check nothing any more, and get no masks.
+    Existing layers keep working. Without `StepHooks`, those of a config with CUDA graphs warn of no
+    drops any more. Replays of their graphs check nothing, and get no masks.
     """
     global _options
     _options = None
