@@ -195,6 +195,7 @@ class PaddedDispatcher:
             ("probabilities need gradients", "probs_TE" in needing),
             ("any need gradients", bool(needing) or getattr(tokens_TD, "requires_grad", False)),
             ("activation", activation if is_one else kind_of(activation)),
+            ("weights in e4m3", getattr(weights, "scaled", None) is not None),
             *kinds.items(),
         )
         broke_off = any(exchange.broke_off() for exchange in self._exchanges.values())

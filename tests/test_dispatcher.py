@@ -20,6 +20,7 @@ from padded_dispatch.config import FIT, NO_DROP
 from padded_dispatch.exchange import choose
 from padded_dispatch.exchange.collectives import Collectives
 from padded_dispatch.experts import padded
+from padded_dispatch.experts.scaled import ScaledWeights
 from padded_dispatch.utils.launch import start_workers
 from tests.support import whole_layers
 from tests.support.device import INTERPRETED
@@ -314,6 +315,9 @@ def _differing(what: str) -> str:
         given[index] = change(given[index])
     if what == "dtype" and other:
         weights = ExpertWeights(fc1_LGD=fc1_LGD.double(), fc2_LDF=torch.zeros(2, 3, 1).double())
+    if what == "e4m3" and other:
+        scaled = ScaledWeights(weights.fc1_LGD, weights.fc2_LDF)
+        weights = dataclasses.replace(weights, scaled=scaled)
     if what == "no weights" and other:
         weights = {"fc1_LGD": fc1_LGD}
     try:
@@ -354,6 +358,7 @@ CHANGES: dict[str, tuple[int, Any]] = {
         ("size", "num_ranks is 2 on rank 0, 1 on rank 1"),
         ("weights", "fc1_LGD is ((2, 2, 3), torch.float32, 'cpu') on rank 0, ((1, 2, 3), "),
         ("dtype", "fc1_LGD is ((2, 2, 3), torch.float32, 'cpu') on rank 0, ((2, 2, 3), torch.fl"),
+        ("e4m3", "weights in e4m3 is False on rank 0, True on rank 1"),
         ("no weights", "weights is absent on rank 0, dict on rank 1"),
         ("activation", "offset=0.0) on rank 0, NoneType on rank 1"),
         ("objects", "activation must be an Activation, got <object object"),
