@@ -137,6 +137,8 @@ class DispatchConfig:
         factor, rule = self.capacity_factor, "be a number above 0 or FIT"
         is_factor = factor == FIT or is_positive(factor)
         require(is_factor, "capacity_factor", factor, rule, "set NO_DROP to drop nothing")
+        if factor != FIT:  # Ranks compare its text, and remember digests of what is equal to it.
+            object.__setattr__(self, "capacity_factor", float(factor))
         object.__setattr__(self, "capacity_pool", pool_named(self.capacity_pool))
         for name, choices in (("capacity_pool", CAPACITY_POOLS), ("policy", POLICIES)):
             value = getattr(self, name)

@@ -40,6 +40,14 @@ def test_capacity_is_megatron_s_clamped_to_the_tokens(sizes):
     assert config.capacity(num_tokens) == min(theirs, num_tokens)
 
 
+@pytest.mark.parametrize("factor", [2, np.float64(2)], ids=repr)
+def test_equal_factors_have_one_text(factor):
+    """It travels between ranks, of which one may read 2 and another 2.0."""
+    config = DispatchConfig(**{**GOOD, "capacity_factor": factor})
+    assert str(config.capacity_factor) == repr(config.capacity_factor) == "2.0"
+    assert DispatchConfig(num_experts=2, top_k=1, capacity_factor=FIT).capacity_factor == FIT
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "changes", "capacity"),
     [
