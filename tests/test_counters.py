@@ -36,7 +36,8 @@ def test_a_store_is_counted_where_its_rows_are_kept():
 def test_cells_for_all_tokens_count_what_they_need():
     counters = Counters(DispatchConfig(num_experts=2, top_k=1), "cpu")
     asked_TE = torch.tensor([[1, 0], [1, 0], [0, 1]]).bool()
-    counters.observe(asked_TE, torch.full((3, 2), 0.5), select(asked_TE, asked_TE, capacity=3))
+    probs_TE = torch.full((3, 2), 0.5)
+    counters.observe(asked_TE, probs_TE, select(asked_TE, probs_TE, capacity=3))
     assert counters.max_need.item() == 2
     assert counters.kept_E.tolist() == counters.demand_E.tolist() == [2, 1]
     assert counters.num_slots.item() == 6
