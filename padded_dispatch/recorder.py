@@ -117,6 +117,9 @@ class TraceRecorder:
         buffers: the buffer of each layer, by the layer's number. All have one shape.
         rank: number of this rank among all sources.
         every: steps whose number is a multiple of this are recorded; see `steps_apart`.
+
+    Attributes:
+        ended: whether it records no more.
     """
 
     def __init__(
@@ -129,10 +132,10 @@ class TraceRecorder:
         every: int,
     ) -> None:
         self.every = every
-        self._path, self._run, self._rank = path, run, rank
+        self.path, self._run, self._rank = path, run, rank
         self._buffers = buffers
         self._file: BinaryIO | None = None
-        self._ended = False
+        self.ended = False
         # Copies on a CPU are synchronous and need neither pinned memory nor an event.
         pinned = next(iter(buffers.values())).ids_MTK.is_cuda
         self._copies = [
@@ -145,7 +148,7 @@ class TraceRecorder:
     def step(self, number: int) -> None:
         """Copy the buffers if the step is recorded; call it after each step, on its stream."""
         self._write_pending()
-        if number % self.every == 0 and not self._ended:
+        if number % self.every == 0 and not self.ended:
             for copies, buffer in zip(self._copies, self._buffers.values(), strict=True):
                 for copy, tensor in zip(copies, buffer.tensors(), strict=True):
                     copy.copy_(tensor, non_blocking=True)
@@ -156,8 +159,9 @@ class TraceRecorder:
         torch._foreach_zero_(counts)  # pyright: ignore[reportPrivateImportUsage]
 
     def close(self) -> None:
-        """Write the pending step and close the file; call it once, after the last step."""
+        """Write the pending step, close the file, and record no more."""
         self._write_pending()
+        self.ended = True
         if self._file is not None:
             self._file.close()
 
@@ -197,11 +201,10 @@ class TraceRecorder:
         )
         try:
             if self._file is None:
-                self._file = self._path.open("wb")
+                self._file = self.path.open("wb")
             append(step, self._file)
         except OSError as error:
-            self._ended = True
             with suppress(OSError):
                 self.close()
-            line = f"the trace ends before step {number}: {self._path} cannot be written ({error})"
+            line = f"the trace ends before step {number}: {self.path} cannot be written ({error})"
             log_once(line, logging.WARNING)

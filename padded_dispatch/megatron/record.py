@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -40,6 +41,10 @@ class Passes:
     def __post_init__(self) -> None:
         for name, number in vars(self).items():
             require_count(name, number)
+
+
+# Of this process.
+_recorders: WeakSet[TraceRecorder] = WeakSet()
 
 
 def record_routing(
@@ -112,6 +117,11 @@ def record_routing(
         layer.token_dispatcher.observers.append(buffer)
         buffers[number] = buffer
     folder.mkdir(parents=True, exist_ok=True)
+    for other in _recorders:
+        if not other.ended and other.path.parent.resolve() == folder.resolve():
+            other.close()  # Else both would write to one file.
+            words = "the trace of another model ends; give each model a folder of its own"
+            log_once(f"{folder}: {words}", logging.WARNING)
     for earlier in folder.glob("rank-*-step-*.npy"):
         before = steps_before(earlier)
         if before is not None and before >= steps_done:
@@ -119,10 +129,12 @@ def record_routing(
             log_once(f"{folder}: {words}", logging.WARNING)
             earlier.unlink(missing_ok=True)
     group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
-    return TraceRecorder(
+    recorder = TraceRecorder(
         folder / f"rank-{dist.get_rank():05d}-step-{steps_done:08d}.npy",
         run,
         buffers,
         rank=parallel_state.get_expert_data_parallel_rank() * num_sources + dist.get_rank(group),
         every=apart,
     )
+    _recorders.add(recorder)
+    return recorder

@@ -22,7 +22,7 @@ from padded_dispatch.megatron.retry import Retry, dropping_nothing
 from padded_dispatch.megatron.stacked_linear import has_own_weights
 from padded_dispatch.trace import HEADER_BYTES, load_traces, record_bytes
 from padded_dispatch.utils.logs import log_once
-from tests.megatron.test_steps import T, model, watch
+from tests.megatron.test_steps import T, model, run, watch
 from tests.support import parity, tiny
 from tests.support.pool import WorkerError
 from tests.support.training import RETRIED, Training, draws, forward, world
@@ -521,6 +521,34 @@ def test_a_resumed_run_of_fewer_ranks_leaves_no_file_of_steps_that_it_repeats(tm
         record_routing([model(1)], tmp_path, passes, steps_done=4)
     kept = {path.name for path in tmp_path.iterdir()}
     assert kept == {others, *(f"rank-{rank:05d}-step-00000000.npy" for rank in (0, 1))}
+
+
+def test_a_second_model_ends_the_trace_of_the_first_in_its_folder(tmp_path, caplog):
+    """Both would write to one file, over each other. A trace that has ended is not named."""
+    passes = Passes(num_microbatches=1, num_tokens=T, num_steps=9)
+    with tiny.one_process():
+        models = [model(1, trace=str(tmp_path)) for _ in range(2)]
+        hooks, asked = [], []
+        for number, chunk in enumerate(models):
+            hooks.append(steps.StepHooks([chunk], passes=passes))
+            run(chunk[0], number)
+            hooks[0].after_step()
+        chunk[0].token_dispatcher.observers.append(
+            SimpleNamespace(observe=lambda asked_TE, *_: asked.append(asked_TE.clone()))
+        )
+        for number in (3, 4):
+            run(models[0][0], number)
+            run(chunk[0], 10 * number)
+            for one in hooks:
+                one.after_step()
+        hooks[1].recorder.close()
+        record_routing([model(1)], tmp_path, passes, steps_done=2)
+    found = load_traces([tmp_path])
+    assert found.steps.tolist() == [1, 2]
+    for ids_TK, map_TE in zip(found.ids_NTK, asked, strict=True):
+        assert ids_TK.tolist() == [row.nonzero().flatten().tolist() for row in map_TE]
+    (line,) = [text for text in caplog.messages if "another model" in text]
+    assert line.endswith(": the trace of another model ends; give each model a folder of its own")
 
 
 @pytest.mark.parametrize("has_layers", [True, False])
