@@ -174,7 +174,8 @@ class StackedLinear(nn.Module):
         key = self.weight.shape, self.weight.dtype, self.weight.device
         self._spare = _spares.get(key)
         if self._spare is None:
-            self._spare = _spares[key] = torch.empty_like(self.weight, requires_grad=False)
+            # Zeros, since torch's detection of anomalies looks for NaN in gradients.
+            self._spare = _spares[key] = torch.zeros_like(self.weight, requires_grad=False)
         return self._spare
 
     def sharded(
