@@ -24,18 +24,13 @@ from torch import Tensor
 from padded_dispatch import experts
 from padded_dispatch.config import DispatchConfig, ExchangeKind, require
 from padded_dispatch.exchange import Exchange, Wire, choose
-from padded_dispatch.exchange.agreement import (
-    Agreement,
-    agree_on_shapes,
-    is_dense,
-    kind_of,
-    require_returned,
-)
+from padded_dispatch.exchange.agreement import Agreement, agree_on_shapes, require_returned
 from padded_dispatch.experts import Activation, Call, ExpertWeights, padded
 from padded_dispatch.experts.padded import DispatchState, ExpertInput
 from padded_dispatch.experts.store import Store, room_of_pass
 from padded_dispatch.routing import Selection, choice_probs, make_plan, select
 from padded_dispatch.utils.phases import in_backward
+from padded_dispatch.utils.tensors import is_dense, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)

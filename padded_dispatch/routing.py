@@ -29,6 +29,7 @@ from torch import Tensor
 from padded_dispatch.config import POLICIES, Policy, require, require_count
 from padded_dispatch.kernels import TOO_MANY
 from padded_dispatch.utils.phases import nvtx_range
+from padded_dispatch.utils.tensors import is_dense, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,8 @@ def select(
         ValueError: names the argument, its value and what it must be.
     """
     _require_map(map_TE)
-    found, rule = _shown(probs_TE), "be a floating point tensor of the map's shape"
-    is_right = isinstance(probs_TE, Tensor) and probs_TE.shape == map_TE.shape
+    found, rule = kind_of(probs_TE), "be a dense floating point tensor of the map's shape"
+    is_right = is_dense(probs_TE) and probs_TE.shape == map_TE.shape
     require(is_right and probs_TE.is_floating_point(), "probs_TE", found, rule)
     require(policy in POLICIES, "policy", policy, f"be one of {', '.join(POLICIES)}")
     require_count("capacity", capacity)
@@ -144,14 +145,9 @@ def make_plan(map_TE: Tensor, *, top_k: int) -> Plan:
 
 def _require_map(map_TE: Any) -> None:
     """Raise unless it is a bool tensor [T, E]; kernels would read the bytes of another dtype."""
-    is_map = isinstance(map_TE, Tensor) and map_TE.ndim == 2 and map_TE.dtype == torch.bool
-    require(is_map, "map_TE", _shown(map_TE), "be a tensor [T, E] of torch.bool", "use .bool()")
-
-
-def _shown(value: Any) -> object:
-    """Return what an error shows: shape and dtype of a tensor, or the type of another value."""
-    is_tensor = isinstance(value, Tensor)
-    return (tuple(value.shape), value.dtype) if is_tensor else type(value).__name__
+    rule = "be a dense tensor [T, E] of torch.bool"
+    is_map = is_dense(map_TE) and map_TE.ndim == 2 and map_TE.dtype == torch.bool
+    require(is_map, "map_TE", kind_of(map_TE), rule, "use .bool()")
 
 
 def plan_in_torch(map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:

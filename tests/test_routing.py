@@ -30,21 +30,30 @@ def test_what_is_no_number_of_slots_or_choices_is_refused(number):
         make_plan(map_TE, top_k=number)
 
 
-@pytest.mark.parametrize("given", [torch.ones(2, 2), torch.ones(2).bool(), [[True]], None], ids=str)
-def test_what_is_no_map_and_probabilities_of_another_shape_are_refused(given):
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [
+        (torch.ones(2, 2), "((2, 2), torch.float32, 'cpu')"),
+        (torch.ones(2).bool(), "((2,), torch.bool, 'cpu')"),
+        (torch.ones(2, 2).bool().to_sparse(), "'torch.sparse_coo tensor'"),
+        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "'nested tensor'"),
+        ([[True]], "'list'"),
+        (None, "'NoneType'"),
+    ],
+    ids=["floats", "vector", "sparse", "nested", "list", "none"],
+)
+def test_what_is_no_map_and_probabilities_of_another_shape_are_refused(given, got):
     """A kernel would read the first bytes of floats as a map."""
     map_TE = torch.ones(2, 2, dtype=torch.bool)
-    is_tensor = isinstance(given, torch.Tensor)
-    found = (tuple(given.shape), given.dtype) if is_tensor else type(given).__name__
-    words = re.escape(f"got {found!r}")
+    words = re.escape(f"got {got}")
     for call in (
         partial(select, probs_TE=torch.ones(2, 2), capacity=1),
         partial(make_plan, top_k=1),
     ):
         with pytest.raises(ValueError, match=rf"^map_TE must be .* torch\.bool, {words}; use \.b"):
             call(given)
-    if not is_tensor or given.shape != map_TE.shape:
-        with pytest.raises(ValueError, match=rf"^probs_TE must be a floating .* {words}$"):
+    if got != "((2, 2), torch.float32, 'cpu')":  # Those are probabilities.
+        with pytest.raises(ValueError, match=rf"^probs_TE must be a dense floating .* {words}$"):
             select(map_TE, given, capacity=1)
 
 

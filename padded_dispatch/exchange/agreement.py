@@ -19,7 +19,6 @@ import functools
 import json
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch import Tensor
 from padded_dispatch.config import DispatchConfig, require, require_tokens
 from padded_dispatch.exchange.mirror import differing, mirror_of
 from padded_dispatch.utils.phases import is_capturing, trains, unseen
+from padded_dispatch.utils.tensors import is_dense, kind_of
 
 # Named values. Ranks agree if the text of each value is the same.
 NamedValues = tuple[tuple[str, object], ...]
@@ -190,24 +190,6 @@ def require_returned(broke_off: bool) -> None:
         "run to its end on all ranks",
         "mend the first error; to go on, synchronize the devices of all ranks and run a new pass",
     )
-
-
-def kind_of(value: Any) -> object:
-    """Return shape, dtype and kind of device of a dense tensor, or the type of another value.
-
-    Ranks compare it: what only one of them was given wrong must raise on all, so nothing else is
-    read of it before.
-    """
-    if is_dense(value):
-        return tuple(value.shape), value.dtype, value.device.type
-    if isinstance(value, Tensor):
-        return f"{'nested' if value.is_nested else value.layout} tensor"
-    return type(value).__name__
-
-
-def is_dense(value: Any) -> bool:
-    """Return whether a value is a tensor, and neither sparse nor nested."""
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
 
 
 # A text takes 0.2 ms. Values take some KiB, and T may change from call to call, in all layers.

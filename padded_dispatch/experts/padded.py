@@ -21,12 +21,12 @@ from torch import Tensor
 
 from padded_dispatch.config import DispatchConfig, require
 from padded_dispatch.exchange import Wire
-from padded_dispatch.exchange.agreement import is_dense, kind_of
 from padded_dispatch.exchange.collectives import CollectiveWire
 from padded_dispatch.experts.plain import add, rows_of_choices, take
 from padded_dispatch.kernels import Segments, SlotList
 from padded_dispatch.routing import require_choices
 from padded_dispatch.utils.phases import nvtx_range, require_first_derivatives
+from padded_dispatch.utils.tensors import is_dense, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from padded_dispatch.config import require
 from padded_dispatch.experts import Sums
 from padded_dispatch.utils.phases import is_capturing, unseen
+from padded_dispatch.utils.tensors import is_dense, kind_of
 
 # Results of `StackedLinear.spare` by shape, dtype and device; the linears keep them alive.
 _spares: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
@@ -318,10 +319,6 @@ def _split(linear: StackedLinear, state: dict[str, Any], prefix: str, metadata: 
     state[f"{prefix}_extra_state"] = _NO_SCALES
 
 
-def _is_readable(value: object) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
-
-
 def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *given: Any) -> None:
     """Stack single experts; report keys that are missing or of another shape, as torch does."""
     *_, missing, _, errors = given
@@ -334,9 +331,8 @@ def _stack(linear: StackedLinear, state: dict[str, Any], prefix: str, *given: An
             part = state.pop(key, own)
             if part is own:
                 missing.append(key)
-            elif not _is_readable(part):
-                shown = part.layout if isinstance(part, Tensor) else type(part).__name__
-                shown = "no data" if isinstance(part, Tensor) and part.is_meta else shown
+            elif not is_dense(part) or part.is_meta:
+                shown = "no data" if is_dense(part) else kind_of(part)
                 errors.append(f"{key} must be a dense tensor with data, got {shown}")
                 part = own
             elif part.shape != own.shape:
