@@ -30,8 +30,8 @@ HOST_USERS = {"megatron", "bench", "train"}
 # Tests of the package as a whole, of the repository, or of Megatron's side of a contract; files of
 # tests/gpu are named after what they measure.
 REPOSITORY = (
-    "bridge_run build compile examples import language layers notebooks readme real_run recipes "
-    "rivals upstream why_ahead"
+    "bridge_run build compile devices examples import language layers notebooks readme real_run "
+    "recipes rivals upstream why_ahead"
 )
 NOT_MIRRORED = {*REPOSITORY.split(), "contract", "defects"}
 

@@ -61,7 +61,7 @@ def batches(
     for i in range(_NUM_BATCHES):
         number = seed * _NUM_BATCHES + i
         generator = torch.Generator().manual_seed(number)
-        tokens = torch.randn(num_tokens, 1, shape.hidden_size, generator=generator)
+        tokens = torch.randn(num_tokens, 1, shape.hidden_size, generator=generator, device="cpu")
         scores_TE = routing_scores(num_tokens, shape.num_experts, skew=skew, seed=number)
         logits = torch.from_numpy(scores_TE).float().unsqueeze(1)
         drawn.append(Batch(tokens=tokens.to(device, dtype), logits=logits.to(device)))

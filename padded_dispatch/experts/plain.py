@@ -58,7 +58,7 @@ def store_offsets(
     offsets = torch.cat([ends.new_full((1,), base), ends])
     if room.top is not None:
         low = min(low, base) if base < in_use else low
-        room.top.copy_(torch.tensor([base + num_rows, asked + total, low]))
+        room.top.copy_(room.top.new_tensor([base + num_rows, asked + total, low]))
     if kept_L is not None:
         kept_L += kept_LS.sum(1)
     if no_room is not None:

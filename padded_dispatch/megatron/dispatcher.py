@@ -412,7 +412,8 @@ class CellTokenDispatcher(PaddedAlltoAllTokenDispatcher):
         Every expert has N / L rows, padded ones included.
         """
         num_local_experts = self.configs.training.num_local_experts
-        rows_L = torch.full((num_local_experts,), len(hidden_states) // num_local_experts)
+        num_rows = len(hidden_states) // num_local_experts
+        rows_L = torch.full((num_local_experts,), num_rows, device="cpu")
         return hidden_states, rows_L, probs
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:

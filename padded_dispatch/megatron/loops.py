@@ -284,7 +284,7 @@ class _Run:
         num_steps = max(1, sums.get("advanced iterations", 0) + (not skipped))
         for name, figure in self._shown.items():
             sums.pop(name, None)  # Stay behind a loss that comes after skipped steps.
-            sums[name] = torch.tensor([figure * num_steps], dtype=torch.float64)
+            sums[name] = torch.tensor([figure * num_steps], dtype=torch.float64, device="cpu")
         result = call()
         self._follow(reading, settings)
         return result

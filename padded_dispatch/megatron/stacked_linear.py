@@ -40,7 +40,7 @@ from padded_dispatch.utils.tensors import is_dense, kind_of
 _spares: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 
 # The value of `_extra_state`, Transformer Engine's key for fp8 scales, which a strict load needs.
-_NO_SCALES = torch.empty(0, dtype=torch.uint8)
+_NO_SCALES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 # (axis, place, pieces) of the axes in front of a parameter's own, such as the layers'.

@@ -147,7 +147,10 @@ class Reader:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         if self._device.type == "cpu":
             return Copy(step=step, sums=sums, largest=largest, arrived=None)
-        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (sums, largest)]
+        copies = [
+            torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True)
+            for t in (sums, largest)
+        ]
         for copy, tensor in zip(copies, (sums, largest), strict=True):
             copy.copy_(tensor, non_blocking=True)
         arrived = torch.cuda.Event()
