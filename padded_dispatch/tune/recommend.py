@@ -1,11 +1,12 @@
-"""Recommend a capacity factor: the smallest that costs little on the routing of a trace.
+"""Recommend a capacity factor: the least room that costs little on the routing of a trace.
 
 With cells, a row that does not fit is dropped, and the share of dropped rows has a limit. A row
 that does not fit into a store is recomputed in backward, which costs time and no quality. So a
-store's factor is the smallest at which this costs at most `EXTRA_TIME` of a step. The rows of one
-layer beyond the whole store are dropped, and have the limit of dropped rows. "Rows" are the rows of
-one layer for a layer's factor, and of all layers for the factor of all. Layers that share a store
-have no factors of their own.
+store's factor is the smallest at which this costs at most `EXTRA_TIME` of a step; or the largest
+with the same store, since one has a least size, and a factor below it would be too little for more
+layers. The rows of one layer beyond the whole store are dropped, and have the limit of dropped
+rows. "Rows" are the rows of one layer for a layer's factor, and of all layers for the factor of
+all. Layers that share a store have no factors of their own.
 
 The answer holds for steps like those in the trace. Each half of the steps is also studied alone,
 and a warning names both factors if they, and their rooms, differ by more than a tenth.
@@ -60,7 +61,7 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recommendation:
-    """The smallest factors with one kind of pool that cost little; see the module's docstring.
+    """The factors with one kind of pool that cost little; see the module's docstring.
 
     `drop`: largest share of rows that may be dropped.
     `overall`: one factor for all layers, number `index` of `replay.factors`. `layers`: by layer
@@ -111,7 +112,7 @@ class Recommendation:
         few, many = sorted(self.halves)
         at = int(self.replay.steps[np.flatnonzero(self.replay.asked.sum(0))[self.num_steps // 2]])
         room_of = dict(zip(self.replay.factors.tolist(), self.replay.room.tolist(), strict=True))
-        # Small factors may have nearly the same room: a store has a least size.
+        # Factors about a store's least size have nearly the same room.
         if many > _ALIKE * few and room_of[many] > _ALIKE * room_of[few]:
             what = "The router is still settling" if first > second else "Routing changed"
             reasons.append(
@@ -131,7 +132,7 @@ def shares_at(replay: Replay, index: int) -> tuple[float, float]:
 
 
 def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
-    """Return the smallest factors of `replay` that are enough; see the module's docstring.
+    """Return the factors of `replay` that are just enough; see the module's docstring.
 
     Where no factor is enough, the largest is the answer, with the share that it drops.
 
@@ -145,10 +146,10 @@ def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
     limit = EXTRA_TIME / TIME_PER_ROW if in_store else drop
     loses_little = replay.lost <= drop * replay.asked.sum()
 
-    def smallest(asked: NDArray[np.int64], dropped: NDArray[np.int64]) -> int:
+    def enough_for(asked: NDArray[np.int64], dropped: NDArray[np.int64]) -> int:
         enough = (dropped.sum(1) <= limit * asked.sum()) & loses_little
         enough[-1] = True
-        return int(np.argmax(enough))
+        return replay.last_alike[int(np.argmax(enough))]
 
     def advice(asked: NDArray[np.int64], dropped: NDArray[np.int64], index: int) -> Advice:
         return Advice(
@@ -159,16 +160,16 @@ def recommend(replay: Replay, drop: float = DROP) -> Recommendation:
         )
 
     asked, dropped = replay.asked.sum(0), replay.dropped.sum(1)
-    index, steps = smallest(asked, dropped), np.flatnonzero(asked)
+    index, steps = enough_for(asked, dropped), np.flatnonzero(asked)
     middle = len(steps) // 2
     halves = steps[: max(1, middle)], steps[middle:]
-    first, second = (smallest(asked[half], dropped[:, half]) for half in halves)
+    first, second = (enough_for(asked[half], dropped[:, half]) for half in halves)
     layers = {}
     for layer, layer_asked, layer_dropped in zip(
         replay.demand.layers.tolist(), replay.asked, replay.dropped.swapaxes(0, 1), strict=True
     ):
         if layer_asked.any():
-            own = index if in_store else smallest(layer_asked, layer_dropped)
+            own = index if in_store else enough_for(layer_asked, layer_dropped)
             layers[layer] = advice(layer_asked, layer_dropped, own)
     return Recommendation(
         drop=drop,

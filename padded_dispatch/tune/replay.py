@@ -112,6 +112,19 @@ class Replay:
         of_layers = (LayerMemory(config=config, **sizes) for config in self.configs)
         return [layer.kept(self.store_layers) for layer in of_layers]
 
+    @cached_property
+    def last_alike(self) -> list[int]:
+        """The last factor with the store of each factor, by their numbers, [factors].
+
+        A store has a least size, so small factors share one. Passes keep as many bytes with them:
+        with a larger one they may keep tokens that are else sent again.
+        """
+        rooms: list[Any] = [*range(len(self.configs))]
+        if self.pool == "store":
+            rooms = [*zip(self.room.tolist(), self.kept_bytes, strict=True)]
+        last = {room: i for i, room in enumerate(rooms)}
+        return [last[room] for room in rooms]
+
 
 def replay(
     demand: Demand,

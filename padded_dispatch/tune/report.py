@@ -49,7 +49,8 @@ def pool_table(study: Study) -> Table:
     for answer in study.answers:
         replay = answer.replay
         dropped, recomputed = answer.shares
-        enough = replay.factors[replay.dropped_share == 0][0]  # The grid ends with one.
+        first = int(np.argmax(replay.dropped_share == 0))  # The grid ends with one.
+        enough = replay.factors[replay.last_alike[first]]
         shares = percent(dropped), percent(recomputed) if replay.pool == "store" else "-"
         affected = percent(replay.retried[answer.index])
         rows.append((replay.pool, f"{answer.overall.factor:g}", *shares, affected, f"{enough:g}"))
@@ -61,20 +62,15 @@ def pool_table(study: Study) -> Table:
 def factor_table(study: Study, indices: Sequence[int], *, brief: bool) -> Table:
     """Return what does not fit, and the cost, at the factors with these numbers.
 
-    Factors of a store with the same room are one row, if passes keep as many bytes with them: with
-    a larger one they may keep tokens that are else sent again. `brief`: only the columns that fit
-    into a terminal.
+    Factors with the same store are one row. `brief`: only the columns that fit into a terminal.
     """
     replay, in_cells = study.chosen.replay, study.pool == "cells"
     shares, kept = [shares_at(replay, i) for i in range(len(replay.configs))], replay.kept_bytes
-    rooms: list[Any] = [*range(len(shares))]
-    if not in_cells:
-        rooms = [*zip(replay.room.tolist(), kept, strict=True)]
-    last = dict(zip(rooms, replay.factors.tolist(), strict=True))
+    last = replay.last_alike
     columns: dict[str, Any] = {
         "factor": [
-            f"{factor:g}" if factor == last[room] else f"{factor:g} to {last[room]:g}"
-            for room, factor in zip(rooms, replay.factors.tolist(), strict=True)
+            f"{factor:g}" if last[i] == i else f"{factor:g} to {replay.factors[last[i]]:g}"
+            for i, factor in enumerate(replay.factors)
         ],
         "slots" if in_cells else "rows": [f"{room:,}" for room in replay.room],
     }
@@ -91,11 +87,11 @@ def factor_table(study: Study, indices: Sequence[int], *, brief: bool) -> Table:
             columns["balanced"] = map(percent, replay.balanced)
     columns["GiB"] = [f"{num_bytes / 2**30:.3g}" for num_bytes in kept]
     rows = list(zip(*columns.values(), strict=True))
-    firsts = sorted({rooms.index(rooms[i]) for i in indices})
+    firsts = sorted({last.index(last[i]) for i in indices})
     return Table(
         headers=tuple(columns),
         rows=tuple(rows[i] for i in firsts),
-        marked=firsts.index(rooms.index(rooms[study.chosen.index])),
+        marked=firsts.index(last.index(study.chosen.index)),
     )
 
 

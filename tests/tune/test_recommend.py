@@ -118,6 +118,15 @@ def test_missing_ranks_are_a_warning():
     assert warning.startswith("2 of 30 steps lack some of their 4 ranks or 2 layers, so ")
 
 
+def test_of_factors_with_the_least_store_the_largest_is_the_advice():
+    """The stores of four layers have five shares up to 1.25; for more layers 0.5 is too little."""
+    trace = synthetic_trace("balanced", num_ranks=8, num_steps=4, num_layers=4)
+    replayed = replay(demand_of(trace), [0.5, 1.0, 1.25, 1.3], pool="store")
+    assert replayed.room.tolist() == [640, 640, 640, 668]
+    found = recommend(replayed)
+    assert (found.overall.factor, found.halves) == (1.25, (1.25, 1.25))
+
+
 def studied(kind, *, ranks=2, etp=1, **given):
     sizes = {"num_experts": 16 + 2 - ranks, "etp_size": etp}
     return study(demand_of(of_run(synthetic_trace(kind), **sizes)), name="x", **given)

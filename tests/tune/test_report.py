@@ -90,7 +90,9 @@ def test_cells_of_pools(found):
         lacking = answer.replay.dropped.sum((1, 2))[: index + 1]
         assert lacking[:-1].all() and lacking[-1] == 0
     # A layer by itself has five shares, which is all that two ranks can ask for.
-    assert pool_table(studied(pools=("store",), store_layers=1)).rows[0][-1] == "0.5"
+    alone = studied(pools=("store",), store_layers=1)
+    (row,) = pool_table(alone).rows
+    assert row[1] == row[-1] == f"{alone.chosen.replay.factors[-1]:g}"  # All have one store.
     table = every_factor(store)
     replay, shown = store.chosen.replay, [cells(table, i) for i in range(len(table.rows))]
     # A row for each room, of which small factors have the same.
@@ -116,6 +118,8 @@ def test_a_row_has_the_bytes_of_all_its_factors():
     rows = [cells(table, number) for number in range(len(table.rows))]
     assert [row["factor"] for row in rows] == ["0.5 to 2.3", "2.35 to 2.5"]
     assert [row["GiB"] for row in rows] == [f"{kept / 2**30:.3g}" for kept in (few, many)]
+    # The advice is the last with the same bytes.
+    assert (chosen.overall.factor, chosen.halves, table.marked) == (2.3, (2.3, 2.3), 0)
 
 
 def test_rows_of_a_layer_that_a_store_drops_are_not_called_recomputed():
