@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher as
 from padded_dispatch.bench import command
 from padded_dispatch.bench.cases import (
     CONTENDERS,
+    MODELS,
     STOCK,
     Case,
     Contender,
@@ -125,10 +126,13 @@ def test_stocks_fused_experts_are_two_flags_beside_dropless(monkeypatch):
     plain = megatron_flags(_case(contender="dropless", capacity_factor=None), on_gpu=True)
     more = {"use_transformer_engine_op_fuser": True, "moe_single_grouped_weight": True}
     assert fused == plain | more
-    budget = {"moe_token_dispatcher_type": "flex", "moe_expert_rank_capacity_factor": 1.25}
-    for backend in ("hybridep", "ncclep"):
+    for backend, factor in (("hybridep", 1.25), ("ncclep", 1.3)):
         case = _case(contender=f"{backend}-graphed", capacity_factor=None)
-        flags = fused | budget | {"moe_flex_dispatcher_backend": backend}
+        flags = fused | {
+            "moe_token_dispatcher_type": "flex",
+            "moe_flex_dispatcher_backend": backend,
+            "moe_expert_rank_capacity_factor": factor,
+        }
         assert megatron_flags(case, on_gpu=True) == flags
         assert not CONTENDERS[case.contender].keeps_counts  # There are none on the host.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -142,6 +146,21 @@ def test_stocks_fused_experts_are_two_flags_beside_dropless(monkeypatch):
     message = r"^--contenders must run on one rank, got 'ncclep'; leave it out, or set --ep 2$"
     with pytest.raises(ValueError, match=message):
         parse(["--contenders", "ncclep", "--ep", "1", "2"])
+
+
+@pytest.mark.parametrize(("model", "most"), [("qwen3-30b-a3b", 41728), ("gpt-oss-20b", 19200)])
+def test_nccl_eps_budget_holds_experts_filled_to_256_rows(model, most):
+    num_experts, top_k = MODELS[model].num_experts, MODELS[model].top_k
+    padded = []
+    for batch in range(4):
+        counts_E = np.zeros(num_experts, dtype=np.int64)
+        for rank in (0, 1):
+            logits_TE = routing_scores(4096, num_experts, skew="uniform", seed=4 * rank + batch)
+            chosen_TK = np.argsort(-logits_TE, axis=1)[:, :top_k]
+            counts_E += np.bincount(chosen_TK.ravel(), minlength=num_experts)
+        padded += (-(-counts_E // 256) * 256).reshape(2, -1).sum(1).tolist()
+    assert max(padded) == most
+    assert most <= 4096 * top_k * STOCK["ncclep"]["moe_expert_rank_capacity_factor"]
 
 
 def test_a_dispatcher_that_exceeds_its_budget_has_no_figures(megatron, monkeypatch):
