@@ -110,6 +110,10 @@ def _check(given: argparse.Namespace) -> None:
         require(runs, "contenders", key, "run on several ranks", "leave it out, or set --ep 1")
         runs = min(given.ep) > 1 or CONTENDERS[key].variant != "ncclep"
         require(runs, "contenders", key, "run on one rank", "leave it out, or set --ep 2")
+        # DeepEP looks at the budget only where it permutes rows, too, and else writes beyond it.
+        fits = CONTENDERS[key].variant != "hybridep" or set(given.skews) == {"uniform"}
+        fix = f"leave --contenders {key} out: it does not see what exceeds its budget"
+        require(fits, "skews", given.skews, "be uniform", fix)
     for main_grad in given.main_grad:
         runs = not on_cpu or main_grad == "none"
         require(runs, "main_grad", main_grad, "be none on a CPU", "run on a GPU")

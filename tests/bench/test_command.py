@@ -146,6 +146,11 @@ def test_stocks_fused_experts_are_two_flags_beside_dropless(monkeypatch):
     message = r"^--contenders must run on one rank, got 'ncclep'; leave it out, or set --ep 2$"
     with pytest.raises(ValueError, match=message):
         parse(["--contenders", "ncclep", "--ep", "1", "2"])
+    message = (
+        r"^--skews must be uniform, got \['hot'\]; leave --contenders hybridep out: it does not"
+    )
+    with pytest.raises(ValueError, match=message):
+        parse(["--contenders", "auto", "hybridep", "--skews", "hot"])
 
 
 @pytest.mark.parametrize(("model", "most"), [("qwen3-30b-a3b", 41728), ("gpt-oss-20b", 19200)])
