@@ -6,6 +6,8 @@ counters are copied to pinned memory in the first passes of each later round. A 
 config, or with the number of one of the group, is of another model. A round does not copy
 while a copy is still under way, and the host reads it in a later pass, once it has arrived, or at
 the end of the process. So no loop needs a line for it, nothing waits, and no rank calls another.
+
+A group keeps its layers' counters, and no layer: what a loop deletes is freed at once.
 """
 
 import atexit
@@ -32,25 +34,30 @@ class Drops:
     """The drops of this rank in the layers of a group, which run one after another.
 
     Attributes:
-        layers: the MoE layers.
-        first: the layer that begins a round; None while layers still join.
+        members: weak references to the MoE layers.
+        first: that of the layer that begins a round; None while layers still join.
     """
 
     def __init__(self) -> None:
-        self.layers: list[Any] = []
-        self.first: object = None
+        self.members: list[weakref.ref[Any]] = []
+        self.first: weakref.ref[Any] | None = None
         self._reader: Reader | None = None
-        self._read: list[Any] = []  # The layers of the last reader: those without hooks.
+        self._read: list[Any] = []  # The members of the last reader: those without hooks.
         self._pending: Copy | None = None
         # At the end of the process its groups may have ended.
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._is_told = False  # Whether what is read first has been told, or hooks followed it.
 
+    @property
+    def layers(self) -> list[Any]:
+        """The layers that are left."""
+        return [layer for member in self.members if (layer := member()) is not None]
+
     def takes(self, layer: Any) -> bool:
-        """Return whether a layer may be of the same model as these, which are at least one."""
-        number, numbers = _number_of(layer), map(_number_of, self.layers)
-        is_new = number is None or number not in numbers
-        return is_new and self.layers[0].config is layer.config
+        """Return whether a layer may be of the same model as these."""
+        number, layers = _number_of(layer), self.layers
+        is_new = number is None or number not in map(_number_of, layers)
+        return is_new and bool(layers) and layers[0].config is layer.config
 
     @unseen()  # A pass that is selectively recomputed looks in one of its two runs alone.
     def look(self, *, now: bool = False) -> None:
@@ -61,22 +68,29 @@ class Drops:
                 return
             self._log(self._pending)
             self._pending = None
-        layers = [layer for layer in self.layers if not _configs_of(layer).is_followed]
-        if not layers or _configs_of(layers[0]).on_overflow != "warn":  # The loop follows it.
-            self._reader = None
+        if present := self.layers:
+            self._choose([layer for layer in present if not _configs_of(layer).is_followed])
+        if self._reader is None:
             return
-        if self._reader is None or layers != self._read:
-            local = by_number(layers)
-            settings = {number: LayerSettings.of(layer) for number, layer in sorted(local.items())}
-            device = layers[0].token_dispatcher.counters.totals.device
-            self._reader = Reader(local, settings, [], device, logs=True)
-            had_hooks = any(_configs_of(layer).hooks is not None for layer in layers)
-            self._is_told, self._read = had_hooks or bool(self._read), layers
         copy = self._reader.start(0)
         if now:
             self._log(copy)
         else:
             self._pending = copy
+
+    def _choose(self, layers: list[Any]) -> None:
+        """Read these layers from now on, unless the loop follows what they drop."""
+        if not layers or _configs_of(layers[0]).on_overflow != "warn":
+            self._reader = None
+            return
+        members = [*map(weakref.ref, layers)]
+        if self._reader is None or members != self._read:
+            local = by_number(layers)
+            settings = {number: LayerSettings.of(layer) for number, layer in sorted(local.items())}
+            device = layers[0].token_dispatcher.counters.totals.device
+            self._reader = Reader(local, settings, [], device, logs=True)
+            had_hooks = any(_configs_of(layer).hooks is not None for layer in layers)
+            self._is_told, self._read = had_hooks or bool(self._read), members
 
     def _log(self, copy: Copy) -> None:
         assert self._reader is not None
@@ -98,33 +112,35 @@ def _number_of(layer: Any) -> int | None:
     return None if router.layer_number is None else number_in_model(router)
 
 
-# All of this process, for its end. Dispatchers keep them.
-_groups: weakref.WeakSet[Drops] = weakref.WeakSet()
-_joining: weakref.ref[Drops] | None = None  # The group that the next new layer joins.
+# All of this process that have layers, and those that lost them since the last one began; the next
+# new layer may join the last.
+_groups: list[Drops] = []
 
 
-def see_pass(layer: MoELayer) -> None:
+def see_pass(layer: MoELayer | None) -> None:
     """Take note of a training pass of a MoE layer, eager or replayed, before it runs.
 
-    Of a pass that backward recomputes, the second run is noted. A capture is no pass.
+    Of a pass that backward recomputes, the second run is noted. A capture is no pass. `layer`: None
+    where a router runs whose layer was deleted.
     """
-    global _joining
-    if capturing() or not trains():
+    if layer is None or capturing() or not trains():
         return
     kept = vars(layer.token_dispatcher)  # A dispatcher is no module.
     group: Drops | None = kept.get("drops")
     if group is None:
-        group = None if _joining is None else _joining()
+        group = _groups[-1] if _groups else None
         if group is None or group.first is not None or not group.takes(layer):
+            for ended in [one for one in _groups if not one.layers]:
+                ended.look(now=True)  # Of the last passes of a deleted model.
+                _groups.remove(ended)
             group = Drops()
-            _groups.add(group)
-            _joining = weakref.ref(group)
+            _groups.append(group)
         kept["drops"] = group
-        group.layers.append(layer)
+        group.members.append(weakref.ref(layer))
         return
-    if group.first is None:
-        group.first = layer
-    if group.first is layer:
+    if group.first is None or group.first() is None:
+        group.first = weakref.ref(layer)
+    if group.first() is layer:
         group.look()
 
 
@@ -133,7 +149,7 @@ def see_iteration(layers: list[Any]) -> None:
     groups = (vars(layer.token_dispatcher).get("drops") for layer in layers)
     for group in dict.fromkeys(groups):
         if group is not None:
-            group.first = group.first or group.layers[0]
+            group.first = group.first or group.members[0]
             group.look()
 
 

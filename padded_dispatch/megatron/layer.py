@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import operator
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeGuard
@@ -86,7 +87,8 @@ def build(
     layer.token_dispatcher = dispatcher
     select_after_counting(layer.router, dispatcher, kwargs.get("name") or "")
     if config.cuda_graph_impl == "none":  # Else the guard calls it, also for replays.
-        dispatcher.see_pass = functools.partial(drops.see_pass, layer)
+        weak = weakref.ref(layer)  # A cycle would keep deleted weights.
+        dispatcher.see_pass = lambda: drops.see_pass(weak())
 
 
 class _EqualsMoELayer(type(MoELayer)):

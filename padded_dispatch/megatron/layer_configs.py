@@ -56,7 +56,7 @@ class LayerConfigs:
         hooks: a weak reference to the last `StepHooks` of this layer, which may have ended; None if
             it has had none.
         retry: the same of the `Retry` that repeats steps in which this layer drops.
-        router: the router of the layer; None before the layer has one.
+        router: a weak proxy of the layer's router; None before the layer has one.
 
     Args:
         config, sizes: see `dispatch_config`.

@@ -15,6 +15,7 @@ Letters: T tokens on this rank; K experts per token; E experts in all; D hidden 
 
 import functools
 import itertools
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -49,7 +50,7 @@ def select_after_counting(
     require(isinstance(router, TopKRouter), "router", type(router).__name__, rule, fix)
     router.__class__ = _combined(type(router))
     router.dispatcher, router.layer_name = dispatcher, layer_name
-    dispatcher.configs.router = router
+    dispatcher.configs.router = weakref.proxy(router)  # A cycle would keep deleted weights.
 
 
 class SelectAfterCounting(TopKRouter):

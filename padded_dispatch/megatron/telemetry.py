@@ -118,7 +118,14 @@ class Reader:
     ) -> None:
         self._logs, self._num_warnings = logs, 0
         self._layers, self._groups, self._device = list(settings), groups, device
-        self._dispatchers = [layer.token_dispatcher for layer in local.values()]
+        # Of the dispatchers keep only what they count: they hold the experts' weights.
+        dispatchers = [layer.token_dispatcher for layer in local.values()]
+        self._counters = [d.counters for d in dispatchers] + [d.eval_counters for d in dispatchers]
+        self._counts_kept = all(d.counts_kept for d in dispatchers)
+        # Count tokens once: no other rank routes them, or this rank is the first that does.
+        self._counts_tokens = all(
+            d.config.sequence_parallel or d.tensor_rank == 0 for d in dispatchers
+        )
         self._index = torch.tensor([self._layers.index(number) for number in local], device=device)
         self.settings = settings[self._layers[0]]
         own_shares = [one.config.share(1) for one in settings.values()]
@@ -135,11 +142,9 @@ class Reader:
         """Enqueue a read; a collective call of each group."""
         sums = torch.zeros(self._sums_shape, dtype=torch.int64, device=self._device)
         largest = torch.zeros(sums.shape[:2], dtype=torch.int64, device=self._device)
-        if self._dispatchers:
-            counters = [d.counters for d in self._dispatchers]
-            counters += [d.eval_counters for d in self._dispatchers]
-            self._put(sums, torch.stack([c.totals for c in counters]))
-            needs = [c.max_need for c in counters]
+        if self._counters:
+            self._put(sums, torch.stack([c.totals for c in self._counters]))
+            needs = [c.max_need for c in self._counters]
             largest[:, self._index] = torch.stack(needs).view(2, -1)
             torch._foreach_zero_(needs)  # pyright: ignore[reportPrivateImportUsage]
         for group in self._groups:
@@ -159,15 +164,13 @@ class Reader:
 
     def _put(self, sums: Tensor, totals: Tensor) -> None:
         """Write the layers' totals, without what other ranks count, too."""
-        dispatcher, totals = self._dispatchers[0], totals.view(2, -1, self.settings.num_totals)
+        totals = totals.view(2, -1, self.settings.num_totals)
         counts = counts_in(totals)
-        if not dispatcher.counts_kept:
+        if not self._counts_kept:
             for name in ("kept_E", "no_room", "num_again"):
                 counts[name].zero_()
-        # Count tokens once: no other rank routes them, or this rank is the first that does. With a
-        # store count all sources, because its room is for the rows of all.
-        shares_room = bool(self.settings.shares_per_token)
-        if shares_room or dispatcher.config.sequence_parallel or dispatcher.tensor_rank == 0:
+        # With a store count all sources, because its room is for the rows of all.
+        if self.settings.shares_per_token or self._counts_tokens:
             sums[:, self._index] = totals
 
     def finish(self, copy: Copy) -> Snapshots:

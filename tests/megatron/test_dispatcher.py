@@ -164,7 +164,8 @@ def test_the_price_of_dropping_nothing_is_said_once(caplog):
         for length in (9, 9, 10):
             moe(torch.randn(length, 2, tiny.HIDDEN))
     tiny.padded_layer(moe_expert_capacity_factor=2.0)(torch.randn(9, 2, tiny.HIDDEN))
-    made = tiny.padded_layer().token_dispatcher
+    layer = tiny.padded_layer()
+    made = layer.token_dispatcher
     made._warn_of_rows(made.configs.current, torch.empty(2**20, 2**9, device="meta"))
     said = (72, "0.00"), (80, "0.00"), (2**22, "8.00")
     for message, (num_rows, gib) in zip(caplog.messages, said, strict=True):

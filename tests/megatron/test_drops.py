@@ -30,8 +30,7 @@ HALF = Model(factor=0.5, microbatches=3)
 
 @pytest.fixture(autouse=True)
 def no_earlier_groups(monkeypatch):
-    monkeypatch.setattr(drops, "_groups", weakref.WeakSet())
-    monkeypatch.setattr(drops, "_joining", None)
+    monkeypatch.setattr(drops, "_groups", [])
 
 
 def warnings(caplog: Any) -> list[str]:
@@ -340,6 +339,26 @@ def test_a_layer_ends_with_its_graph(experts):
         assert alive() is None
 
 
+@pytest.mark.parametrize("ends", ["process", "model"])
+def test_the_last_drops_of_a_deleted_model_are_said(caplog, ends):
+    """At the end of the process, or as the next model begins; a loop in a function deletes its."""
+    with tiny.one_process():
+        layer = tiny.padded_layer(moe_expert_capacity_factor=0.5)
+        passes(layer, 2)
+        assert warnings(caplog) == []
+        del layer
+        if ends == "process":
+            drops._look_last()
+        else:
+            following = tiny.padded_layer(moe_expert_capacity_factor=2.0)
+            passes(following, 1)
+            assert drops._groups == [following.token_dispatcher.drops]
+    # The first round, and both.
+    assert ["in 1 passes" in text or "in 2 passes" in text for text in warnings(caplog)] == [
+        True
+    ] * 2
+
+
 def test_a_model_after_a_layer_that_ran_once_is_read_in_its_own_rounds():
     with tiny.one_process(), patch.object(drops.Drops, "look") as look:
         config = tiny.config(moe_expert_capacity_factor=0.5, experts="module", num_layers=2)
@@ -349,7 +368,7 @@ def test_a_model_after_a_layer_that_ran_once_is_read_in_its_own_rounds():
             for layer in layers:
                 passes(layer, 1)
         group = layers[0].token_dispatcher.drops
-    assert group.layers == layers and group.first is layers[0]
+    assert group.layers == layers and group.first() is layers[0]
     assert look.call_count == 2
 
 
@@ -359,7 +378,7 @@ def test_a_replay_of_a_whole_step_is_a_round_of_its_model():
         passes(layer, 1)
         drops.see_iteration([layer])
         drops.see_iteration([])
-        assert look.call_count == 1 and layer.token_dispatcher.drops.first is layer
+        assert look.call_count == 1 and layer.token_dispatcher.drops.first() is layer
 
 
 def _compiled() -> int:

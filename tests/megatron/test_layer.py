@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +23,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import saved_tensors_hooks
 
-from padded_dispatch.megatron import PaddedMoELayer, padded_spec
+from padded_dispatch.megatron import PaddedMoELayer, StepHooks, padded_spec
 from padded_dispatch.megatron.dispatcher import PaddedAlltoAllTokenDispatcher, counting_tensors
 from padded_dispatch.megatron.layer import build
 from padded_dispatch.megatron.telemetry import by_number
@@ -224,3 +226,25 @@ def test_backward_reads_saved_tensors_only(name):
     # Products on a CPU round by the alignment of memory, and copies have another one.
     for what, wanted in plain.items():
         torch.testing.assert_close(offloaded[what], wanted, rtol=1e-12, atol=1e-13, msg=what)
+
+
+@pytest.mark.parametrize("kind", ["stock", "module", "packed", "cells", "hooks"])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_deleted_layer_frees_its_weights_at_once(kind, steps):
+    """As stock does; a notebook that builds its model again would find no memory otherwise."""
+    options: dict[str, Any] = {"experts": "module" if kind == "module" else "packed"}
+    options |= {"capacity_pool": "cells"} if kind == "cells" else {}
+    gc.collect()
+    gc.disable()
+    try:
+        stock = kind == "stock"
+        layer = tiny.layer(tiny.config("alltoall")) if stock else tiny.padded_layer(**options)
+        hooks = StepHooks([layer]) if kind == "hooks" else None
+        for _ in range(steps):
+            tiny.results(layer, tiny.tokens(5))
+        layer.eval()(tiny.tokens(5))
+        weights = [weakref.ref(parameter) for parameter in layer.parameters()]
+        del layer, hooks
+        assert [weight() for weight in weights] == [None] * len(weights)
+    finally:
+        gc.enable()
