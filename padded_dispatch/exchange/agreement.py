@@ -111,6 +111,8 @@ class Agreement:
         call = self._number, self._layer, self._num_calls, num_equal
         row = torch.tensor([*call, *numbers], device="cpu")
         where = f"call {self._num_calls} of {self._caller}"
+        if num_equal == 0:  # All ranks have made that call.
+            where = f"the largest T of {where}"
         rows = self._mirror.gather(row, where)
         num_equal += len(call)
         if (rows[:, :num_equal] != row[:num_equal]).any():

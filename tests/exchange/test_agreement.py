@@ -193,6 +193,29 @@ def test_a_rank_that_breaks_off_before_the_largest_number(pool2, rank):
     assert all(said.startswith(words) for said in pool2.run(_breaks_off_before_largest, rank))
 
 
+def _absent_from_largest() -> str:
+    group = dist.new_group()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(mirror_module, "time_limit", lambda group: 1.0)
+        agreement = Agreement(group)
+    agreement.check(T=5)
+    words = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(AbsentRanksError) as error:
+            agreement.largest(3)
+        words = str(error.value)
+    dist.barrier()
+    return words
+
+
+def test_a_rank_that_is_absent_from_the_largest_number(pool2):
+    words, _ = pool2.run(_absent_from_largest)
+    assert words.startswith(
+        "all 2 ranks of the layer must come to the largest T of call 1 of dispatcher 1 within 1 s, "
+        "got no call from rank 1; the last call that all made: call 1 of dispatcher 1; "
+    )
+
+
 def test_calls_with_ever_new_shapes_leave_little_behind(monkeypatch):
     """T may change from call to call, and there is an agreement for each layer."""
     monkeypatch.setattr(agreement_module, "mirror_of", lambda *_: Mock(num_agreements=0))
