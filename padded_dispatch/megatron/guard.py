@@ -297,7 +297,9 @@ def _check_attention(chunks: list[Any], seq_length: int) -> None:
         version = engine.utils.get_cudnn_version()
         number = ".".join(map(str, version))
         rule = f"be a multiple of {multiple} in a graph of a whole step with cuDNN {number}"
-        fix = "set one, or graphs of layers, or NVTE_FUSED_ATTN=0, or install cuDNN 9.15.1"
+        # The other attention knows no context parallelism.
+        other = "graphs of moe" if ranks > 1 else "graphs of layers, or NVTE_FUSED_ATTN=0"
+        fix = f"set one, or {other}, or install cuDNN 9.15.1"
         ok = version >= (9, 15, 1) or seq_length % multiple == 0
         require(ok, "seq_length", seq_length, rule, fix)
 

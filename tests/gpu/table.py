@@ -284,6 +284,8 @@ def _masked() -> Iterator[Row]:
     for scopes in (WHOLE, ("moe",), PARTIAL[1:]):
         name = f"masks, CP2/EP2, {'+'.join(scopes)}"
         parts: dict[str, Any] = {"ranks": 2, "cp": 2, "ep": 2, "seq": 8, "masked": True}
+        # Up to cuDNN 9.15.0 no attention can be captured whose steps have other than 128 keys.
+        parts["gpu"] = {"seq": 512} if "attn" in scopes else {}
         yield _replay(name, scopes=scopes, **parts)
 
 
